@@ -1874,13 +1874,20 @@ def _note_checkpoint(ddp, path, state):
 
 def _read_checkpoint(path):
     """The Checkpoint in a file. Raises: ValueError if it cannot be read."""
+    expected = "Expected a file written by save_checkpoint."
+    has_end = os.path.isfile(path) or os.path.isdir(path)
+    if os.path.exists(path) and not has_end:   # a device or a pipe
+        raise ValueError(f"no checkpoint {path}: it is no file. {expected}")
     try:
         data = Path(path).read_bytes()
     except OSError as e:
-        raise ValueError(f"no checkpoint {path}: {e.strerror}. Expected a file written by "
-                         f"save_checkpoint.") from None
+        raise ValueError(f"no checkpoint {path}: {e.strerror}. {expected}") from None
     try:
-        damaged = zipfile.ZipFile(io.BytesIO(data)).testzip()   # torch.load checks no checksums
+        archive = zipfile.ZipFile(io.BytesIO(data))
+        unpacked = sum(part.file_size for part in archive.infolist())
+        if unpacked > len(data):   # save_checkpoint packs nothing
+            raise ValueError(f"it has {len(data):,} bytes and unpacks to {unpacked:,}")
+        damaged = archive.testzip()   # torch.load checks no checksums
         if damaged is None:
             state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
             return Checkpoint(path, data, state)

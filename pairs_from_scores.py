@@ -74,7 +74,7 @@ def parse_row(row, folder):
     except ValueError:
         score = math.nan
     if not abs(score) < LARGEST_SCORE:   # `not <` is true for nan too
-        raise ValueError(f"found the score {cells['score']!r}; expected a number below "
+        raise ValueError(f"found the score {cells['score']!r:.60}; expected a number below "
                          f"{LARGEST_SCORE:g}")
     if not chain:
         raise ValueError("found no chain; expected the name of the designed one, such as A")
@@ -83,8 +83,8 @@ def parse_row(row, folder):
                          "one first")
     path = folder / cells["pdb"]   # follow links to folders (".." depends on them), not to the file
     structure = path.parent.resolve() / path.name
-    if not structure.is_file():
-        raise ValueError(f"there is no file {cells['pdb']}")
+    if not os.path.isfile(structure):   # False for a name that is too long, too
+        raise ValueError(f"there is no file {cells['pdb']:.200}")
     return (structure, chain, tuple(sorted(context))), sequence, score
 
 

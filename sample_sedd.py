@@ -347,19 +347,19 @@ def read_variants(path, sequence):
         words = re.findall(r"[^\s,;:+/]+", line.partition("#")[0])
         changes = []
         for word in words:
-            parts = re.fullmatch(rf"([{AMINO_ACIDS}])(\d+)([{AMINO_ACIDS}])", word.upper())
+            parts = re.fullmatch(rf"([{AMINO_ACIDS}])(\d{{1,9}})([{AMINO_ACIDS}])", word.upper())
             place = int(parts[2]) - 1 if parts else len(sequence)
             letter = sequence[place:place + 1]   # none before the first or after the last
             if not parts or letter != parts[1]:
                 reason = ""
                 if letter:
                     reason = f"; the sequence has {letter} there"
-                raise ValueError(f"{path}, line {number}: found {word}{reason}; expected such as "
-                                 f"A12V: a letter of the sequence, its place from 1 to "
+                raise ValueError(f"{path}, line {number}: found {word:.40}{reason}; expected "
+                                 f"such as A12V: a letter of the sequence, its place from 1 to "
                                  f"{len(sequence)}, the new letter.")
             changes.append((place, AMINO_ACIDS.index(parts[3])))
         if len({place for place, _ in changes}) < len(changes):
-            raise ValueError(f"{path}, line {number}: found one place twice in {line.strip()}; "
+            raise ValueError(f"{path}, line {number}: found one place twice in {line.strip():.80}; "
                              "expected each place of a variant once.")
         if changes:
             found.append((",".join(words).upper(), changes))

@@ -37,6 +37,8 @@ MAX_TEMPERATURE = 1e6           # all letters equally likely; far above, float32
 N_CLASSES = 66                  # classes 0 .. 64: residue offsets -32 .. 32; 65: another chain
 MAX_OFFSET = 32
 MAX_LAYERS = 100                # of the encoder, and of the decoder; published: 3
+# Of weights; torch.isfinite does not know the others.
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_NOISE = 1000.0              # Angstrom of noise in training; published: at most 0.3
 N_POSITIONAL = 16               # features per offset class
 N_RBF = 16                      # Gaussians per distance
@@ -719,12 +721,28 @@ def load_proteinmpnn(path: str, dropout: float = 0.0) -> ProteinMPNN:
         raise ValueError(f"{path} is a pickle file, as the weights of ColabDesign are, which are "
                          f"for JAX; expected a file of PyTorch. {PUBLISHED}")
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        problem = problem_of_zip(path)
+        if not problem:
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:          # a damaged file can make torch.load raise anything
-        raise ValueError(f"{path} cannot be read as a file of tensors and numbers "
-                         f"({type(error).__name__}). Fetch or write it again. "
-                         f"{PUBLISHED}") from error
+        problem = type(error).__name__
+    if problem:
+        raise ValueError(f"{path} cannot be read as a file of tensors and numbers ({problem}). "
+                         f"Fetch or write it again. {PUBLISHED}")
     return from_checkpoint(checkpoint, dropout, name=path)
+
+
+def problem_of_zip(path):
+    """What is wrong with a file of torch.save at which torch.load does not look: it packs nothing,
+    and notes checksums. "" for one that is right, or no zip."""
+    if not zipfile.is_zipfile(path):
+        return ""
+    with zipfile.ZipFile(path) as archive:
+        if sum(part.file_size for part in archive.infolist()) > os.path.getsize(path):
+            return "it unpacks to more bytes than it has"
+        if archive.testzip() is not None:
+            return "it is damaged: a checksum is wrong"
+    return ""
 
 
 def from_checkpoint(checkpoint: Any, dropout: float = 0.0,
@@ -810,7 +828,8 @@ def checkpoint_fields(checkpoint, name):
     is_right = is_right and type(noise_level) in (int, float) and 0 <= noise_level <= MAX_NOISE
     is_right = is_right and isinstance(weights, dict) and all(map(is_weight, weights.items()))
     if not is_right:
-        raise ValueError(f"{name} has num_edges {num_edges!r}, noise_level {noise_level!r} and "
+        raise ValueError(f"{name} has num_edges {num_edges!r:.40}, noise_level "
+                         f"{noise_level!r:.40} and "
                          f"model_state_dict, a {type(weights).__name__}; expected an int above 0, "
                          "Angstrom, and a dict of dense floating-point tensors by name.")
     weights = {key.removeprefix("module."): value for key, value in weights.items()}
@@ -820,7 +839,7 @@ def checkpoint_fields(checkpoint, name):
 def is_weight(item):
     """Is this (key, value) of a dict a name with a dense tensor of floating-point numbers?"""
     name, value = item
-    return (isinstance(name, str) and torch.is_tensor(value) and value.is_floating_point()
+    return (isinstance(name, str) and torch.is_tensor(value) and value.dtype in FLOATS
             and value.layout == torch.strided and not value.is_meta)
 
 

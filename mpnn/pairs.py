@@ -153,11 +153,12 @@ def try_all(*functions: Callable) -> list:
 
 def unique_keys(items: list[tuple]) -> dict:
     """Dict of the (key, value) items of a JSON object. Raises: ValueError for a key given twice."""
-    keys = [key for key, _ in items]
-    twice = [key for key in keys if keys.count(key) > 1]
-    if twice:
-        raise ValueError(f"key {quote(twice[0])} given twice")
-    return dict(items)
+    found = {}
+    for key, value in items:
+        if key in found:
+            raise ValueError(f"key {quote(key)} given twice")
+        found[key] = value
+    return found
 
 
 def quote(value) -> str:
@@ -324,9 +325,9 @@ def _read_chains(entry):
     _check_names("fixed_chains", fixed)
     if not design:
         raise ValueError("design_chains is empty; expected at least one chain")
-    for name in design:
-        if name in fixed:
-            raise ValueError(f"chain {name} is in design_chains and in fixed_chains")
+    in_both = set(design) & set(fixed)
+    if in_both:
+        raise ValueError(f"chain {min(in_both)} is in design_chains and in fixed_chains")
     return design, fixed
 
 
@@ -347,9 +348,11 @@ def _check_names(key, names):
             isinstance(name, str) and name.strip() for name in names):
         raise ValueError(f'{key} is {quote(names)}; expected a list of names of chains, such as '
                          '["A"]')
+    seen = set()
     for name in names:
-        if names.count(name) > 1:
+        if name in seen:
             raise ValueError(f"chain {name} listed twice in {key}")
+        seen.add(name)
 
 
 def _read_mutable(entry, n):

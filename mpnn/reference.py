@@ -15,6 +15,7 @@ from mpnn.fast_cpu import speed_up
 from mpnn.model import (PUBLISHED, Encoding, Graph, ProteinMPNN, load_proteinmpnn,
                         random_proteinmpnn)
 from mpnn.published import INSTALL, NAMES, in_folder, in_package, is_published
+from training.resume import is_dense
 from training.watch import beat
 
 WITHOUT_REFERENCE = ("reference_free", "simpo")   # losses that need no reference model
@@ -191,7 +192,7 @@ class Reference:
         if self.ddp.is_main and path.exists():
             try:
                 scores = read_scores(path, len(pairs))
-            except (ValueError, KeyError, TypeError) as e:
+            except (ValueError, KeyError, TypeError, IndexError) as e:
                 trouble = f"; {path} could not be used ({str(e).splitlines()[0]})"
         if broadcast(scores is not None, self.ddp):
             if scores is None:
@@ -229,8 +230,11 @@ class Reference:
 
 
 def read_scores(path, n):
-    """(n, 2) finite float32 scores from a file. Raises ValueError, KeyError or TypeError."""
+    """(n, 2) finite float32 scores from a file. Raises ValueError, KeyError, TypeError or
+    IndexError."""
     scores = load_checkpoint(str(path))["scores"]
+    if not is_dense(scores):
+        raise ValueError("scores are no tensor")
     is_right = torch.is_tensor(scores) and scores.dtype == torch.float32
     is_right = is_right and scores.shape == (n, 2) and bool(scores.isfinite().all())
     if not is_right:

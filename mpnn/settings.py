@@ -25,6 +25,7 @@ from mpnn.pairs import quote, unique_keys
 from mpnn.structures import Complex, parse_positions, read_structure
 from sedd.sequences import AMINO_ACIDS, LETTERS, X_ID, decode, encode
 
+MOST_BYTES = 1 << 28    # of a file of settings; a PSSM of 1,000 residues has 0.5 MB
 MAX_BIAS = 1e4          # nats; a larger bias would round away the logits in float32
 PER_STRUCTURE = ("chain_id_jsonl", "fixed_positions_jsonl", "tied_positions_jsonl",
                  "omit_AA_jsonl", "bias_by_res_jsonl", "pssm_jsonl")
@@ -297,15 +298,17 @@ class Design:
         entry: {chain: value}, or None. known: names of chains that are allowed in it.
         """
         where = f"--{option}: {self.name}"
-        if entry and not isinstance(entry, dict):
+        if not is_nothing(entry) and not isinstance(entry, dict):
             raise ValueError(f"{where}: found {quote(entry)}; expected {{chain: ...}}.")
         for name, value in (entry or {}).items():
             if name not in known:
                 raise ValueError(f"{where}: found chain {quote(name)}; expected one of "
                                  f"{' '.join(known)}.")
-            if value and name in self.spans:
+            if is_nothing(value):
+                continue
+            if name in self.spans:
                 yield self.spans[name], value, f"{where}, chain {name}"
-            elif value:
+            else:
                 self.notes.append(f"{where}: chain {name} is not designed, so its settings have "
                                   "no effect")
 
@@ -395,7 +398,7 @@ def chain_names(texts, structure, option):
     has_twice = len(set(names)) < len(names)
     has_blanks_only = bool(texts) and not names
     if absent or has_twice or has_blanks_only:
-        raise ValueError(f"{option}: found {' '.join(names) or 'no name'}; expected chains of "
+        raise ValueError(f"{option}: found {' '.join(names)[:80] or 'no name'}; expected chains of "
                          f"{structure.name}, each once, which has "
                          f"{' '.join(map(repr, structure.chains))}.")
     return names
@@ -436,7 +439,11 @@ def read_json(path: str) -> dict:
 
     Raises: ValueError for anything else and for keys that come twice; OSError.
     """
-    text = Path(path).read_text(encoding="utf-8-sig", errors="replace")
+    with open(path, "rb") as file:   # perhaps a pipe, so its size is not known
+        data = file.read(MOST_BYTES + 1)
+    if len(data) > MOST_BYTES:
+        raise ValueError(f"{path} has more than {MOST_BYTES:,} bytes; expected JSON objects.")
+    text = data.decode("utf-8-sig", errors="replace")
     decoder = json.JSONDecoder(object_pairs_hook=unique_keys)
     non_blank = re.compile(r"\S")
     items = []
@@ -447,6 +454,8 @@ def read_json(path: str) -> dict:
             if not isinstance(value, dict):
                 raise ValueError(f"a {type(value).__name__}")
             items += value.items()
+        if end == 0:
+            raise ValueError("nothing")
         return unique_keys(items)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: found {str(error)[:80]}; expected JSON objects, {{...}}, each "
@@ -466,11 +475,25 @@ def joined_positions(rows, span, where):
 def numbers(value, shape, where, low=-math.inf, high=math.inf):
     """`value` as a float64 array; ValueError unless of this shape, finite, and in low .. high."""
     try:
-        array = np.array(value, np.float64)
-    except (ValueError, TypeError):
+        array = np.array(value)
+    except ValueError:      # rows of several lengths
         array = np.empty(0)
-    is_right = array.shape == shape and bool(np.isfinite(array).all())
+    # Not texts, and not integers above 2**64, which numpy keeps as objects.
+    are_numbers = array.dtype.kind in "iuf" and not holds_bool(value)
+    is_right = array.shape == shape and are_numbers and bool(np.isfinite(array).all())
     if not is_right or ((array < low) | (array > high)).any():
         raise ValueError(f"{where}: found {quote(value)}; expected numbers of shape {shape} from "
                          f"{low:g} to {high:g}.")
-    return array
+    return array.astype(np.float64)
+
+
+def holds_bool(value):
+    """Whether a value from JSON is true or false, or a list that holds one."""
+    if isinstance(value, list):
+        return any(map(holds_bool, value))
+    return isinstance(value, bool)
+
+
+def is_nothing(value):
+    """Whether a value from JSON says that there are no settings: null, {} or []."""
+    return value is None or value == {} or value == []

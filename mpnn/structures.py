@@ -25,6 +25,9 @@ from sedd.sequences import X_ID
 NAMES = "ALA CYS ASP GLU PHE GLY HIS ILE LYS LEU MET ASN PRO GLN ARG SER THR VAL TRP TYR".split()
 BACKBONE = ("N", "CA", "C", "O")
 FORMATS = (".pdb", ".ent", ".cif", ".mmcif")
+# Columns of _atom_site that a mmCIF file must have.
+ATOM_KEYS = ("group_PDB", "id", "type_symbol", "label_atom_id", "label_alt_id", "label_comp_id",
+             "label_asym_id", "Cartn_x", "Cartn_y", "Cartn_z")
 MAX_ANGSTROM = 100_000      # largest coordinate
 MAX_ROWS = 100_000          # in a chain: no protein is as long, so more means wrong residue numbers
 MAX_MIB = 64                # of text: 800,000 atoms in a PDB file; reading takes ten times as much
@@ -119,6 +122,9 @@ def read_structure(path: str | Path) -> Structure:
     try:
         text = _read_text(path)
         text = text.removeprefix(b"\xef\xbb\xbf")   # the byte order mark of UTF-8
+        if b"\0" in text:   # a record that begins with one would be lost
+            raise ValueError("it holds a zero byte, so it is binary, packed or damaged; expected "
+                             "text, or gzip")
         models = _parse_pdb(text) if suffix in (".pdb", ".ent") else _parse_mmcif(text)
         return Structure(str(path), _make_chains(models))
     except (OSError, EOFError, zlib.error, RuntimeError, ValueError, IndexError) as error:
@@ -213,7 +219,8 @@ def _check_numbers(line):
     try:
         int(line[22:26])
         for start in (30, 38, 46):
-            float(line[start:start + 8])
+            if abs(float(line[start:start + 8])) > MAX_ANGSTROM or b"_" in line[start:start + 8]:
+                raise ValueError("no coordinate")
     except ValueError:
         raise ValueError(f"found {line.decode('latin-1')[:54]!r}; expected a residue number in "
                          "columns 23 to 26 and coordinates in columns 31 to 54") from None
@@ -280,12 +287,14 @@ def _parse_mmcif(text):
     if not blocks[0].find_values("_atom_site.group_PDB"):
         raise ValueError("_atom_site has no group_PDB; expected ATOM and HETATM there, which tell "
                          "protein from water")
-    for key in ("id", "type_symbol", "label_atom_id", "label_alt_id", "label_comp_id",
-                "label_asym_id", "Cartn_y", "Cartn_z"):
+    for key in ATOM_KEYS:
         if not blocks[0].find_values(f"_atom_site.{key}"):   # gemmi would read no atoms at all
             raise ValueError(f"_atom_site has no {key}; expected this column")
     table = blocks[0].find_mmcif_category("_atom_site.")
     keys = [tag.removeprefix("_atom_site.") for tag in table.tags]
+    if not set(ATOM_KEYS) <= set(keys):   # gemmi finds them in capitals too
+        raise ValueError(f"_atom_site has the columns {' '.join(keys)[:80]}; expected names in "
+                         "lower and upper case as in group_PDB and label_atom_id")
     columns = {key: list(table.column(k)) for k, key in enumerate(keys)}
     # Other tables are not needed, and may hold what gemmi refuses. Ligands need no numbers.
     groups = map(gemmi.cif.as_string, columns["group_PDB"])

@@ -117,7 +117,9 @@ class PartialFile:
         self.wanted = {**source._asdict(), "url": safe_url(source.url), "query_digest": query}
         try:
             self.note = json.loads(self.note_path.read_text())
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
+            self.note = {}
+        if not isinstance(self.note, dict) or not self.wanted.keys() <= self.note.keys():
             self.note = {}
         self.differences = [key for key, value in self.wanted.items()
                             if value not in (None, self.note.get(key))]

@@ -16,13 +16,13 @@ from pathlib import Path
 
 import numpy as np
 
-from sedd.sequences import N_TOKENS, Proteins
+from sedd.sequences import LETTERS, N_TOKENS, Proteins
+from training.files import read_text
 
 FORMAT = "prepared proteins"
 VERSION = 1
 SETS = ("train", "val")
 PARTS = {"tokens.bin": np.dtype("u1"), "lengths.bin": np.dtype("<u4"), "keys.bin": np.dtype("<u8")}
-MOST_META_BYTES = 64 << 20      # of meta.json; UniRef50's has less than a MiB
 LETTERS_READ = 64 << 20         # residues, the first of a set, whose letters are counted
 LETTERS_DIFFER = 0.005          # most by which the share of a letter among them is another one
 READ_BYTES = 16 << 20           # read at a time
@@ -40,12 +40,8 @@ def read_meta(folder):
                                 f"prepare_uniref50.py. If {folder} holds sequence files: python "
                                 f"prepare_uniref50.py NEW_FOLDER --fasta FILES. If it is a copy, "
                                 f"copy it again.")
-    size = path.stat().st_size
-    if size > MOST_META_BYTES:
-        raise ValueError(f"{path} has {size:,} bytes; expected the JSON of prepare_uniref50.py, at "
-                         f"most {MOST_META_BYTES:,}. {REMAKE}")
     try:
-        meta = json.loads(path.read_text())
+        meta = json.loads(read_text(path))
         found = (meta["format"], meta["version"])
     except (ValueError, KeyError, TypeError, RecursionError):
         raise ValueError(f"{path} cannot be read; expected the JSON of prepare_uniref50.py. "
@@ -73,6 +69,8 @@ def problems_of_settings(meta):
         problems.append(f"val_fraction is {fraction!r:.40}")
     if not is_count(meta.get("min_length")):
         problems.append(f"min_length is {meta.get('min_length')!r:.40}")
+    if meta.get("letters") != LETTERS:
+        problems.append(f"letters is {meta.get('letters')!r:.40}, not {LETTERS}")
     if not isinstance(meta.get("release"), (str, type(None))):
         problems.append(f"release is {meta['release']!r:.40}")
     source = meta.get("source", [])
@@ -148,8 +146,8 @@ def check_prepared(folder, val_fraction=None, min_length=None, alive=lambda: Non
     for name, part in itertools.product(SETS, PARTS):
         path = Path(folder) / name / part
         expected = meta["sets"][name]["files"][part]["bytes"]
-        if not path.exists():
-            differs.append(f"{name}/{part} is missing")
+        if not path.is_file():
+            differs.append(f"{name}/{part} is missing, or no file")
         elif path.stat().st_size != expected:
             differs.append(f"{name}/{part} has {path.stat().st_size:,} bytes (expected "
                            f"{expected:,})")
@@ -168,7 +166,8 @@ def check_prepared(folder, val_fraction=None, min_length=None, alive=lambda: Non
 def check_content(folder, entry, alive):
     """Compare a set's keys, and its first letters, with its entry in meta.json. Raises ValueError.
 
-    A key of 8 bytes a protein is read: of UniRef50 0.5 GB, some seconds."""
+    A key of 8 bytes a protein is read: of UniRef50 0.5 GB, some seconds. Lengths are compared when
+    the batches are planned."""
     digest = hashlib.blake2b(digest_size=8)
     with open(folder / "keys.bin", "rb") as file:
         while piece := file.read(READ_BYTES):

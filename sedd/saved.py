@@ -11,10 +11,12 @@ from pathlib import Path
 import torch
 
 from sedd.sequences import N_TOKENS
+from training.log import is_step
+from training.resume import is_dense
 
 NOISE_KEYS = {"loglinear": ("eps",), "cosine": ("eps",), "geometric": ("sigma_min", "sigma_max")}
 GRAPHS = ("absorb", "uniform")
-MOST_STEPS = 10**12     # a thousand a second for 30 years
+MOST_BLOCKS = 1000      # the published models have 12 and 24
 EXPECTED = ("expected a checkpoint of train_sedd_ddp.py, an exported folder, or a file in the "
             "published layout")
 
@@ -45,8 +47,8 @@ def check_tensors(path, state):
     problems = [f"{name} is no tensor of numbers" for name, value in weights.items()
                 if not is_dense(value)]
     averages = state.get("ema")
-    if isinstance(averages, dict) and "shadow_params" in averages:
-        shadow = averages["shadow_params"]
+    if averages is not None:
+        shadow = averages.get("shadow_params") if isinstance(averages, dict) else None
         if not isinstance(shadow, list) or not all(map(is_dense, shadow)):
             problems.append("ema.shadow_params is no list of tensors")
     refuse(path, problems)
@@ -55,12 +57,6 @@ def check_tensors(path, state):
     if claimed > size:   # a tensor may repeat a number of the file without end
         raise ValueError(f"{path}: its weights would take {claimed:,} bytes, and the file has "
                          f"{size:,}; {EXPECTED}.")
-
-
-def is_dense(value):
-    """Whether a value is an ordinary tensor of real numbers."""
-    return (isinstance(value, torch.Tensor) and value.layout == torch.strided
-            and value.is_floating_point() and value.device.type == "cpu")
 
 
 def is_count(value, least=0):
@@ -98,6 +94,8 @@ def problems_of_sizes(sizes, weights):
     for key in ("hidden_size", "n_blocks", "n_heads", "cond_dim"):
         if not is_count(sizes.get(key), least=1):
             problems.append(f"model.{key} is {sizes.get(key)!r:.40}")
+        elif key == "n_blocks" and sizes[key] > MOST_BLOCKS:
+            problems.append(f"model.{key} is {sizes[key]}; expected at most {MOST_BLOCKS}")
     if sizes.get("parameterization") not in ("sedd", "subs"):
         problems.append(f"model.parameterization is {sizes.get('parameterization')!r:.40}")
     if problems:
@@ -129,6 +127,11 @@ def problems_of_process(config):
     return problems
 
 
+def longest_of(saved):
+    """Residues of the longest protein that a model was trained on, as its file tells."""
+    return section(saved, "config", "data").get("max_length") or saved.get("max_length")
+
+
 def problems_of_data(saved):
     """Texts on what a file says of its training proteins."""
     problems = []
@@ -138,7 +141,7 @@ def problems_of_data(saved):
     lengths = saved.get("lengths")
     if lengths is not None and not (is_list(lengths) and sum(lengths[1:]) > 0):
         problems.append(f"lengths is {lengths!r:.40}")
-    longest = section(saved, "config", "data").get("max_length") or saved.get("max_length")
+    longest = longest_of(saved)
     if not is_count(longest, least=1):
         problems.append(f"max_length is {longest!r:.40}")
     if not isinstance(saved.get("alphabet", ""), str):
@@ -160,6 +163,8 @@ def problems_of_progress(saved):
     if not isinstance(about, dict):
         return [f"about is {about!r:.40}"]
     problems = []
+    if not isinstance(about.get("averaged"), (bool, type(None))):
+        problems.append(f"about.averaged is {about['averaged']!r:.40}")
     for source in (saved, about):
         if "step" in source and not is_step(source["step"]):
             problems.append(f"step is {source['step']!r:.40}")
@@ -170,8 +175,3 @@ def problems_of_progress(saved):
         if not isinstance(source.get("data") or {}, dict):
             problems.append(f"data is {source['data']!r:.40}")
     return problems
-
-
-def is_step(value):
-    """Whether a value is a number of optimizer steps that a run can have done."""
-    return is_count(value) and value <= MOST_STEPS

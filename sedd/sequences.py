@@ -31,7 +31,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from training.files import check_unpacked_size
+from training.files import check_zip
 
 AMINO_ACIDS = "ACDEFGHIKLMNPQRSTVWY"
 X_ID = 20                       # unknown residue: an ordinary input, never a target, never sampled
@@ -184,10 +184,11 @@ def named_sequences(path):
     try:
         with open(path, "rb") as file:
             lines = io.TextIOWrapper(_unpacked(path, file), "utf-8-sig", "replace")
-            size = 0   # of this record
+            size = 0   # of this record, blanks and line ends included
             pieces = iter(lambda: lines.readline(LONGEST_RECORD + 1), "")
-            for number, line in enumerate(map(str.strip, pieces), 1):
-                size = len(line) if line.startswith(">") else size + len(line)
+            for number, piece in enumerate(pieces, 1):
+                line = piece.strip()
+                size = len(piece) if line.startswith(">") else size + len(piece)
                 if size > LONGEST_RECORD:
                     refuse_long_record(path, number)
                 if line.startswith(">"):
@@ -656,7 +657,7 @@ def _as_fasta(kind, text):
 
 def _read_pt(path):
     """The sequences of a .pt file, as bytes that hold no line end and no zero."""
-    check_unpacked_size(path)
+    check_zip(path)
     try:
         entries = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:                      # unpickling junk raises nearly any type

@@ -19,15 +19,14 @@ import torch
 from ddp_setup import broadcast
 from training.config import config_to_dict
 from training.resume import hash_of
-from training.files import check_unpacked_size, write_text_atomic, write_whole, writing
+from training.files import check_zip, read_text, write_text_atomic, write_whole, writing
 from sedd.diffusion import make_graph, make_noise
 from sedd.fast_cpu import speed_up
 from sedd.model import SEDD, fitting_weights, load_official
-from sedd.saved import NOISE_KEYS, check_settings, check_tensors
+from sedd.saved import NOISE_KEYS, check_settings, check_tensors, longest_of, section
 from sedd.sequences import AMINO_ACIDS, LETTERS, N_TOKENS, UNIREF50, X_ID
 
 FORMAT = "sedd-protein-1"   # of an exported folder
-MOST_CONFIG_BYTES = 64 << 20   # of an exported folder's config.json; it has some KB
 PUBLISHED_LENGTH = 1024     # tokens per sequence in training of the published models
 LEAVE_OUT = ("To continue that run, leave --init_from out; to begin with these weights, give "
              "another --work_dir, or --fresh.")
@@ -93,7 +92,7 @@ def load_sedd(path, ema=True, device="cpu", expected=None):
         lengths = np.asarray(lengths, np.int64)
     return Sedd(model=model.eval().to(device), graph=graph, noise=noise, config=config,
                 letters=np.asarray(letters, np.int64), lengths=lengths,
-                max_length=saved["config"].get("data", {}).get("max_length") or saved["max_length"],
+                max_length=longest_of(saved),
                 about=about, notes=tuple(notes))
 
 
@@ -104,6 +103,8 @@ def read_weights(path):
                          "exported folder, or a file in the published layout.")
     if path.is_dir():
         return read_export(path)
+    if not path.is_file():   # to read a pipe or a device may never end
+        raise ValueError(f"{path} is no file; expected a file of weights or an exported folder.")
     state = read_file(path)
     check_tensors(path, state)
     if "config" in state:
@@ -156,7 +157,7 @@ def about_weights(saved, used):
     about = {key: saved[key] for key in ("step", "best", "data") if key in saved}
     if about:               # a checkpoint; the published layout has none of these
         about["averaged"] = used == "ema"
-        about["reduction"] = saved["config"].get("loss", {}).get("reduction")
+        about["reduction"] = section(saved, "config", "loss").get("reduction")
     return about
 
 
@@ -193,7 +194,7 @@ def read_tensors(path, load):
         raise
     except Exception as e:   # a damaged file raises one of half a dozen types
         # Only the first sentence: torch then advises to load the file without weights_only.
-        reason = str(e).partition(". ")[0].partition("\n")[0]
+        reason = str(e).partition(". ")[0].partition("\n")[0][:200]
         raise ValueError(f"cannot read {path} ({type(e).__name__}: {reason}). Expected a whole "
                          "checkpoint of train_sedd_ddp.py, an exported folder, or a file in the "
                          "published layout, of tensors and plain types.") from None
@@ -201,7 +202,7 @@ def read_tensors(path, load):
 
 def read_file(path):
     """The dict in a file of torch.save. Raises ValueError or OSError."""
-    check_unpacked_size(path)
+    check_zip(path)
     state = read_tensors(path, lambda file: torch.load(file, map_location="cpu", weights_only=True))
     weights = state.get("model", state) if isinstance(state, dict) else {}
     embedding = "vocab_embed.embedding"
@@ -248,14 +249,11 @@ def published_config(path, state):
 def read_export(folder):
     """(weights, settings) of a folder that export_sedd made."""
     try:
-        size = (folder / "config.json").stat().st_size
-        if size > MOST_CONFIG_BYTES:
-            raise ValueError(f"it has {size:,} bytes, more than {MOST_CONFIG_BYTES:,}")
-        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        settings = json.loads(read_text(folder / "config.json"))
     except FileNotFoundError:
         raise ValueError(f"{folder} holds no config.json. Expected a folder made by --export; "
                          "for a run folder, give checkpoints/best.pt in it.") from None
-    except (ValueError, RecursionError) as e:
+    except (ValueError, RecursionError, OSError) as e:
         raise ValueError(f"{folder / 'config.json'} is no JSON ({e}). Expected a folder made by "
                          "--export.") from None
     found = settings.get("format") if isinstance(settings, dict) else None
@@ -264,6 +262,8 @@ def read_export(folder):
                          "as --export writes it.")
     load = need_safetensors().load_file
     path = folder / "model.safetensors"
+    if not path.is_file():
+        raise ValueError(f"{path} is missing, or no file; expected a folder made by --export.")
     state = read_tensors(path, load)
     check_tensors(path, state)
     return state, settings

@@ -31,6 +31,7 @@ import dataclasses
 import difflib
 import json
 import math
+import reprlib
 import types
 import typing
 from dataclasses import dataclass
@@ -38,6 +39,17 @@ from pathlib import Path
 from typing import Literal
 
 import yaml
+
+from training.files import read_text
+
+MOST_YAML_BYTES = 1 << 20    # of a config; ours have 2 KB
+MOST_LISTED = 20             # problems of a config
+# Values in messages: a file of a few bytes of YAML can hold a value that prints without end.
+SHORT = reprlib.Repr()
+SHORT.maxstring = 200
+SHORT.maxother = 200
+SHORT.maxlist = 12
+SHORT.maxlevel = 2
 
 
 def load_config(cls, path=None, overrides=(), flags=None):
@@ -68,6 +80,8 @@ def load_config(cls, path=None, overrides=(), flags=None):
         _put(raw, dotted, value, origins[dotted])
     problems = []
     config = _make_section(cls, raw, "", str(path or "configuration"), origins, cls, problems)
+    if len(problems) > MOST_LISTED:
+        problems[MOST_LISTED:] = [f"and {len(problems) - MOST_LISTED:,} more problems."]
     if problems:
         raise ValueError("\n".join(problems))
     return config
@@ -109,9 +123,9 @@ def config_differences(former, config, ignore=()) -> list[str]:
     differences = []
     for key, value in before.items():
         if key not in now:
-            differences.append(f"{key}: {value!r} -> (absent)")
+            differences.append(f"{key}: {_show(value)} -> (absent)")
         elif now[key] != value:
-            differences.append(f"{key}: {value!r} -> {now[key]!r}")
+            differences.append(f"{key}: {_show(value)} -> {_show(now[key])}")
     return differences
 
 
@@ -304,8 +318,8 @@ def _parse(text, where):
 
 def _read_yaml(path):
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_text(path, MOST_YAML_BYTES)
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}. Expected a YAML configuration. Check "
                          f"the path (relative to {Path.cwd()}).") from None
     raw = _parse(text, str(path))
@@ -409,7 +423,9 @@ def _make_section(cls, raw, prefix, path, origins, root, problems):
 # ---- values ----
 
 def _show(value):
-    return "nothing (null)" if value is None else repr(value)
+    if value is None:
+        return "nothing (null)"
+    return SHORT.repr(value)
 
 
 def _name_type(kind):

@@ -1,11 +1,33 @@
-"""Writing a file whole: a kill at any moment leaves the old file, none, or the new one."""
+"""Writing a file whole: a kill at any moment leaves the old file, none, or the new one. Reading a
+text no further than it can be one."""
 import contextlib
 import os
 import threading
 import zipfile
+import zlib
 from pathlib import Path
 
 from ddp_setup import disk_trouble
+
+MOST_TEXT_BYTES = 64 << 20   # of a lock, a status, a config; these have some KB
+
+
+def read_text(path, most=MOST_TEXT_BYTES) -> str:
+    """The text of a file in UTF-8, without a byte order mark.
+
+    Raises: ValueError for a device, pipe or folder, for more than `most` bytes, or for another
+    encoding; OSError."""
+    if os.path.exists(path) and not os.path.isfile(path):   # reading it may never end
+        raise ValueError(f"{path} is no file; expected a file of text.")
+    with open(path, "rb") as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise ValueError(f"{path} has more than {most:,} bytes; expected a smaller file of text.")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8 ({error.reason} at byte {error.start}); "
+                         "expected UTF-8.") from None
 
 
 def write_text_atomic(path, text) -> None:
@@ -73,16 +95,26 @@ def writing(path):
         raise
 
 
-def check_unpacked_size(path) -> None:
-    """Refuse a file of torch.save whose parts unpack to more than its own bytes: torch packs none.
+def check_zip(path) -> None:
+    """Refuse a file of torch.save whose parts unpack to more than its own bytes, as torch packs
+    none, or of which a part has another checksum than is noted: torch.load does not look.
 
     A file that is no zip passes. Raises: ValueError."""
+    if not zipfile.is_zipfile(path):
+        return
+    size = os.path.getsize(path)
+    unpacked = 0
+    damaged = None
     try:
         with zipfile.ZipFile(path) as archive:
             unpacked = sum(part.file_size for part in archive.infolist())
-    except (zipfile.BadZipFile, OSError, NotImplementedError):   # what reads it says what is wrong
-        return
-    size = os.path.getsize(path)
+            if unpacked <= size:
+                damaged = archive.testzip()
+    except (zipfile.BadZipFile, OSError, NotImplementedError, RuntimeError, zlib.error) as error:
+        damaged = str(error)
     if unpacked > size:
         raise ValueError(f"{path} has {size:,} bytes and unpacks to {unpacked:,}; expected a file "
                          "of torch.save, which packs nothing.")
+    if damaged:
+        raise ValueError(f"{path} is damaged ({damaged:.100}); expected a file of torch.save. "
+                         "Copy or write it again.")

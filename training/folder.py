@@ -18,12 +18,13 @@ from pathlib import Path
 
 from ddp_setup import BAD_INPUT, barrier, process_fields
 from training.config import dump_yaml
-from training.files import write_text_atomic
+from training.files import read_text, write_text_atomic
 from training.loop import is_finished
 from training.watch import close_run, read_status, save_every, watch_run, write_status
 
 # A folder with none of these names in it is not taken for a run folder.
 MARKS = {"lock.json", "metrics.jsonl", "checkpoints", "config.yaml", "status.json"}
+LATEST_BEAT = 1e11   # epoch seconds: year 5138; later, or nan, is no time of a clock
 JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID")
 
 
@@ -170,17 +171,19 @@ class RunLock:
         not stale is enough. Returns: text of the lock if it is dead or this process', else None.
         """
         try:
-            text = (Path(run_dir) / "lock.json").read_text(encoding="utf-8")
+            text = read_text(Path(run_dir) / "lock.json")
             lock = json.loads(text)
-            host = lock["host"]
-            pid = lock["pid"]
-            age = time.time() - lock["beat"]
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, RecursionError, OSError):
+            lock = None
+        if not is_lock(lock):
             raise ValueError(f"{run_dir}/lock.json cannot be read as a lock; expected JSON with "
                              "host, pid and beat. Remove it if no run is using this "
-                             "folder.") from None
+                             "folder.")
+        host = lock["host"]
+        pid = lock["pid"]
+        age = time.time() - lock["beat"]
         if host != socket.gethostname():
             lives = cls._lives_elsewhere(run_dir, lock["beat"], age) if wait else age < cls.stale
         elif pid == os.getpid():
@@ -232,7 +235,7 @@ class RunLock:
     def _read(self):
         """What the lock file holds; our own where someone has removed or damaged it."""
         try:
-            lock = json.loads(self.path.read_text(encoding="utf-8"))
+            lock = json.loads(read_text(self.path))
         except (FileNotFoundError, ValueError, RecursionError):
             return self.holder
         return lock if isinstance(lock, dict) else self.holder
@@ -255,8 +258,7 @@ class RunLock:
         while time.time() < end:
             time.sleep(min(1.0, cls.every))
             try:
-                text = (Path(run_dir) / "lock.json").read_text(encoding="utf-8")
-                if json.loads(text)["beat"] != beat:
+                if json.loads(read_text(Path(run_dir) / "lock.json"))["beat"] != beat:
                     return True
             except FileNotFoundError:   # that run has ended
                 return False
@@ -264,6 +266,16 @@ class RunLock:
                 continue
         cls.silent = str(run_dir), beat
         return False
+
+
+def is_lock(lock):
+    """Whether a value from JSON has the fields of a lock: host, pid and beat."""
+    if not isinstance(lock, dict) or not isinstance(lock.get("host"), str):
+        return False
+    pid = lock.get("pid")
+    beat = lock.get("beat")
+    has_pid = type(pid) is int and 0 < pid < 2**31
+    return has_pid and type(beat) in (int, float) and 0 <= beat < LATEST_BEAT
 
 
 def _job_id():

@@ -25,6 +25,8 @@ from training.config import config_to_dict
 from training.files import write_text_atomic, writing
 from training.trackers import TensorBoard, Wandb
 
+MOST_STEPS = 10**12     # a thousand a second for 30 years
+
 
 class RunLog:
     """Writes the metrics of a run to its file, to the screen and to trackers.
@@ -198,16 +200,26 @@ def print_line(text, write=print) -> None:
 def rows_up_to(path, step) -> str:
     """The rows of a metrics.jsonl up to `step`, as text, without an incomplete last row."""
     kept = []
+    if not Path(path).is_file():   # reading a pipe or a device may never end
+        raise ValueError(f"{path} is no file; expected a run's metrics, a row of JSON a line.")
     lines = Path(path).read_text(encoding="utf-8", errors="replace").split("\n")
     for number, line in enumerate(lines[:-1], 1):   # the last: empty or incomplete
         try:
-            wanted = json.loads(line)["step"] <= step
+            row_step = json.loads(line)["step"]
+            if not is_step(row_step):
+                raise ValueError("no step")
+            wanted = row_step <= step
         except (ValueError, KeyError, TypeError, RecursionError):
             raise ValueError(f"{path}, line {number}: found {line[:60]!r}; expected a JSON object "
                              f"with 'step'. Repair or remove the line.") from None
         if wanted:
             kept.append(line + "\n")
     return "".join(kept)
+
+
+def is_step(value) -> bool:
+    """Whether a value from JSON or a checkpoint is a number of steps that a run can have done."""
+    return type(value) is int and 0 <= value <= MOST_STEPS
 
 
 def read_rows(path) -> list[dict]:

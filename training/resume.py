@@ -11,7 +11,6 @@ A run folder holds its checkpoints in checkpoints/: last.pt, the former ones las
 and those of the best weights. A start never writes before all checks have passed.
 """
 import hashlib
-import math
 import shutil
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +21,7 @@ from ddp_setup import broadcast, load_checkpoint, print0, save_checkpoint
 from training.config import config_differences, config_items, config_to_dict, load_config
 from training.files import write_whole
 from training.folder import MARKS, RunLock, check_lock, names_in, refuse_unwritable
-from training.log import rows_up_to
+from training.log import MOST_STEPS, is_step, rows_up_to
 from training.loop import ADVICE, Diverged, check_alike, is_finished
 from training.watch import note_saved
 
@@ -35,7 +34,8 @@ MAY_ALWAYS_CHANGE = ("training.n_iters", "training.num_epochs", "training.eval_f
                      "monitoring.tensorboard", "monitoring.wandb", "monitoring.timing_every",
                      "monitoring.log_gradients", "monitoring.log_weights", "memory.compile",
                      "memory.max_memory_per_gpu")
-MOST_STEPS = 10**12     # a thousand a second for 30 years
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+LARGEST = 1e100         # rates and sums are smaller; math.isfinite fails for a larger integer
 # What every checkpoint to continue from must hold; scripts add to it.
 ALWAYS_NEEDED = ("model", "optimizer", "scaler", "step", "best", "bad_steps", "config",
                  "micro_batches", "lr", "warmup", "data")
@@ -92,16 +92,12 @@ def check_fields(path, state) -> None:
                          "--fresh to start over.")
 
 
-def is_step(value):
-    return type(value) is int and 0 <= value <= MOST_STEPS
-
-
 def is_positive(value):
     return type(value) is int and 0 < value <= MOST_STEPS
 
 
 def is_number(value):
-    return type(value) in (int, float) and math.isfinite(value) and value >= 0
+    return type(value) in (int, float) and 0 <= value < LARGEST
 
 
 def is_best(value):
@@ -110,9 +106,14 @@ def is_best(value):
 
 def are_weights(value):
     """Whether a value is a state_dict of ordinary tensors."""
-    return isinstance(value, dict) and all(
-        isinstance(name, str) and isinstance(weight, torch.Tensor)
-        and weight.layout == torch.strided for name, weight in value.items())
+    return (isinstance(value, dict) and all(isinstance(name, str) for name in value)
+            and all(map(is_dense, value.values())))
+
+
+def is_dense(value):
+    """Whether a value is an ordinary tensor of real numbers."""
+    return (isinstance(value, torch.Tensor) and value.layout == torch.strided
+            and value.dtype in FLOATS and value.device.type == "cpu")
 
 
 def are_sections(value):
@@ -142,7 +143,7 @@ def are_two_counts(value):
 
 
 def are_numbers(values):
-    return all(type(number) in (int, float) and math.isfinite(number) for number in values)
+    return all(type(number) in (int, float) and abs(number) < LARGEST for number in values)
 
 
 def are_totals(value):

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from ddp_setup import (AGAIN, STOP_SIGNALS, Ddp, Record, end_watch, note_progress, start_watch,
                        tell_guard)
-from training.files import write_text_atomic
+from training.files import read_text, write_text_atomic
 
 
 def watch_run(ddp: Ddp, run_dir: str | os.PathLike | None = None, minutes: float = 20.0,
@@ -163,7 +163,7 @@ def read_status(run_dir: str | os.PathLike | None) -> dict:
     if run_dir is None:
         return {}
     try:
-        status = json.loads((Path(run_dir) / "status.json").read_text(encoding="utf-8"))
+        status = json.loads(read_text(Path(run_dir) / "status.json"))
     except (OSError, ValueError, RecursionError):
         return {}
     return status if isinstance(status, dict) else {}

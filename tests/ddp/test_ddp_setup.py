@@ -617,3 +617,16 @@ def test_the_doctor_shows_once_what_was_found_and_what_is_wrong(ranks, env, code
     assert (done.returncode, done.stderr) == (code, ""), done.text
     for words in said:
         assert done.stdout.count(words) == 1, (words, done.text)
+
+
+def test_a_device_is_no_checkpoint(tmp_path):
+    (tmp_path / "last.pt").symlink_to("/dev/zero")
+    with pytest.raises(ValueError, match="it is no file"):
+        load_checkpoint(tmp_path / "last.pt")
+
+
+def test_a_file_that_unpacks_to_more_than_its_bytes_is_no_checkpoint(tmp_path):
+    with zipfile.ZipFile(tmp_path / "last.pt", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("data.pkl", bytes(10_000))
+    with pytest.raises(ValueError, match="and unpacks to 10,000"):
+        load_checkpoint(tmp_path / "last.pt")

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from mpnn.pairs import describe, read_pairs
+from mpnn.pairs import describe, read_pairs, unique_keys
 from mpnn_cases import AB, ABSENT, GOOD, Atoms, changed, refusal, write
 from sedd.sequences import decode
 
@@ -126,3 +126,8 @@ def test_the_first_problem_of_each_item_is_listed_but_not_without_end(small):
     assert len(lines) == 3
     lines = refusal(write(small, [changed(pdb_file=f"{n}.pdb") for n in range(24)])).splitlines()
     assert len(lines) == 1 + 20 + 1 and lines[-1].endswith("and 4 other problems")
+
+
+def test_an_object_of_very_many_keys_is_read_at_once():
+    """To compare each key with each other would take minutes."""
+    assert len(unique_keys([(str(k), k) for k in range(100_000)])) == 100_000

@@ -74,6 +74,7 @@ def test_the_cap_is_for_a_structure_and_context_chains_become_fixed_chains(tmp_p
     (TABLE + "x.pdb,AAA,1,A\nx.pdb,CCC,1e308,A\n", [], "line 3: found the score '1e308'"),
     (TABLE + "x.pdb,AA-,1,A\nx.pdb,AAX,2,A\n", [], "no two sequences of a structure differ"),
     (TABLE + "no.pdb,AAA,1,A\n", [], "line 2: there is no file no.pdb"),
+    (TABLE + "n" * 5000 + ",AAA,1,A\n", [], "line 2: there is no file nnn"),
     (TABLE + "x.pdb,AAA,1,A\nx.pdb,CCC,2,A\n", ["--margin", "5"], "Lower --margin"),
     (TABLE + "x.pdb,AAA,1,A\nx.pdb,CCC,2\n", [], "line 3: found more or fewer cells")])
 def test_a_wrong_table_is_refused_whole(tmp_path, capsys, text, options, expected):

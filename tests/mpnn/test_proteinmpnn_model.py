@@ -2,6 +2,7 @@
 
 import math
 import pickle
+import zipfile
 
 import pytest
 import torch
@@ -363,6 +364,23 @@ def test_files_of_something_else_are_refused_with_what_was_found(tmp_path):
         load_proteinmpnn(tmp_path / "v_48_020.pt")
 
 
+def test_a_file_that_unpacks_to_more_than_its_bytes_is_refused(tmp_path):
+    with zipfile.ZipFile(tmp_path / "packed.pt", "w", zipfile.ZIP_DEFLATED) as packed:
+        packed.writestr("data.pkl", bytes(10_000))
+    with pytest.raises(ValueError, match="it unpacks to more bytes than it has"):
+        load_proteinmpnn(tmp_path / "packed.pt")
+
+
+def test_a_file_with_a_wrong_byte_among_its_numbers_is_refused(tmp_path):
+    path = tmp_path / "weights.pt"
+    model = random_proteinmpnn(0, hidden_size=8)
+    torch.save(to_checkpoint(model), path)
+    numbers = model.W_s.weight.detach().numpy().tobytes()
+    path.write_bytes(path.read_bytes().replace(numbers, numbers[::-1]))
+    with pytest.raises(ValueError, match="a checksum is wrong"):
+        load_proteinmpnn(path)
+
+
 def test_a_pickle_of_another_program_is_refused_as_such(tmp_path):
     (tmp_path / "v_48_020.pkl").write_bytes(pickle.dumps({"num_edges": 48, "model_state_dict": {}}))
     with pytest.raises(ValueError, match="ColabDesign.* JAX; expected a file of PyTorch"):
@@ -375,8 +393,10 @@ def test_a_pickle_of_another_program_is_refused_as_such(tmp_path):
     ({"W_e.bias": torch.ones(1).expand(10**9)}, "differences"),
     ({"W_e.weight": torch.ones(1).expand(8, 8)}, "bytes, of which .* are stored"),
     ({"W_e.bias": torch.ones(8).to_sparse()}, "dense"),
+    ({"W_e.bias": torch.ones(8).to(torch.float8_e4m3fn)}, "floating-point"),
     ({5: torch.ones(8)}, "by name")],
-    ids=["many layers", "missing layers", "a wide one", "repeated numbers", "sparse", "no name"])
+    ids=["many layers", "missing layers", "a wide one", "repeated numbers", "sparse", "8 bits",
+         "no name"])
 def test_weights_that_lie_are_refused_before_a_network_is_built(monkeypatch, changes, message):
     good = to_checkpoint(random_proteinmpnn(0, hidden_size=8, n_encoder=1, n_decoder=1))
 

@@ -1,6 +1,7 @@
 """Does sample_proteinmpnn.py draw and score what it was asked to, and refuse what it cannot do?"""
 
 import json
+import math
 import os
 import re
 
@@ -387,6 +388,10 @@ BAD_SETTINGS = [                                            # of the structure "
     (OMIT, {"A": [[[23], "G"]]}, "chain A: found [23]; expected a list of rows from 1 to 22"),
     (OMIT, {"B": [[[2], LETTERS]]}, "no letter to draw at B11"),
     ("--bias_by_res_jsonl settings.json", {"A": [[0.0] * 21]}, "numbers of shape (22, 21)"),
+    *(("--bias_by_res_jsonl settings.json", {"A": [[value] * 21] * 22}, "numbers of shape")
+      for value in ("0.5", True, 10**400, None, math.nan)),
+    *((OMIT, {"A": value}, "found ") for value in (0, False, "")),
+    *((OMIT, value, "expected {chain: ...}") for value in (0, False, "")),
     (TIED, [{"A": [1], "B": [1]}, {"A": [1, 2]}], "in two groups"),
     (WITH_PSSM, {"A": PSSM}, "pssm_bias at A10 of dimer with a sum of"),
     (WITH_PSSM, {"A": {**PSSM, "pssm_bias": np.eye(21)[[20] * 22]}}, "no letter to draw")]
@@ -423,6 +428,12 @@ def test_an_option_of_the_published_command_alone_is_answered_with_ours(sample, 
     out, err = sample(pdb, *option.split(), code=2)
     assert err.startswith(f"sample_proteinmpnn.py: error: found {re.split('[ =]', option)[0]}")
     assert ours in err and err.count("\n") == 1 and out == ""
+
+
+def test_an_empty_file_of_settings_is_refused(sample, dimer, tmp_path):
+    (tmp_path / "bias.json").write_text("")
+    _, err = sample(dimer, "--bias_AA_jsonl", tmp_path / "bias.json", code=2)
+    assert "found nothing; expected JSON objects" in err
 
 
 def test_bad_files_are_refused_by_name_and_an_old_result_stays(sample, pdb, tmp_path):

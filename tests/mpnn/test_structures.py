@@ -79,8 +79,10 @@ ONE_CIF = Atoms().add("A", 1, "ALA").mmcif()
 
 
 @pytest.mark.parametrize("name, content, says", [
-    ("s.pdb", b"\0\1\2", "no ATOM"), ("s.txt", ONE, ".mmcif"),
+    ("s.pdb", b"\1\2", "no ATOM"), ("s.pdb", "\0" + ONE, "zero byte"), ("s.txt", ONE, ".mmcif"),
     ("s.pdb", ONE.replace("   0.125", "  0.12.5"), "columns 31 to 54"),
+    *(("s.pdb", ONE.replace("   0.125", x), "columns 31 to 54")
+      for x in ("     inf", "9.9e+300", "   0_1.2")),
     ("s.pdb", ONE.replace("A   1 ", "A   x "), "columns 23 to 26"),
     ("s.pdb", "".join(Atoms().add("A", i, "ALA").pdb() for i in (1, 1)), "residue A 1 comes twice"),
     ("s.pdb.gz", gzip.compress(ONE.encode(), mtime=0)[:-9], "end-of-stream"),
@@ -90,6 +92,7 @@ ONE_CIF = Atoms().add("A", 1, "ALA").mmcif()
     ("s.cif", ONE_CIF.replace(" 0.125 ", " foo "), "Cartn_x is 'foo'; expected a number"),
     ("s.cif", ONE_CIF.replace("group_PDB", "group"), "no group_PDB"),
     ("s.cif", ONE_CIF.replace("label_alt_id", "alt"), "no label_alt_id"),
+    ("s.cif", ONE_CIF.upper(), "lower and upper case"),
     ("s.cif", ONE_CIF.replace(" 0.125 ", " 1e30 "), "coordinate of 1e+30; expected Angstrom")])
 def test_a_structure_file_that_cannot_be_read_is_refused_with_the_reason(
         tmp_path, name, content, says):

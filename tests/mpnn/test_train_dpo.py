@@ -513,7 +513,8 @@ def test_scores_under_the_reference_are_kept_for_orders_that_stay(tmp_path, caps
                    dict(model__random__num_edges=9)):
         scores_were(str(change), "computed, kept in", **change)
     size = load_checkpoint(str(before[0]))["scores"].shape
-    for i, scores in enumerate((torch.full(size, math.nan), torch.zeros(3, 2), None)):
+    for i, scores in enumerate((torch.full(size, math.nan), torch.zeros(3, 2), None,
+                                torch.zeros(size).to_sparse())):
         for path in before:
             torch.save({"scores": scores}, path)
         scores_were(f"damaged {i}", "could not be used")

@@ -241,16 +241,17 @@ def test_another_file_after_a_resume_is_never_mixed_with_the_old(
 
 RESUMED = (HALF, '"one"')
 ANEW = (0, None)
+NO_NOTES = ['{"url"', "[" * 1000, "[1]", "3", "{}"]
 
 
 @pytest.mark.parametrize("change, known, asked", [
     (lambda web: web.part.write_bytes(DATA), {}, []),
-    (lambda web: web.note.write_text('{"url"'), {}, [ANEW]),
+    *((lambda web, text=text: web.note.write_text(text), {}, [ANEW]) for text in NO_NOTES),
     (lambda web: None, {"md5": MD5}, [ANEW]),                 # not known when the half came
     (lambda web: None, {"release": "2025_04"}, [ANEW]),
     (lambda web: web.faults.append(answer("rest", HALF - 1)), {}, [RESUMED, ANEW]),
     (lambda web: web.faults.append(answer("give", 206, b"")), {}, [RESUMED, ANEW])],
-    ids=["all is there", "no note", "MD5", "release", "another 206", "206 of nothing"])
+    ids=["all is there", *NO_NOTES, "MD5", "release", "another 206", "206 of nothing"])
 def test_half_a_file_is_continued_only_where_it_is_of_that_file(web, change, known, asked):
     half_arrives(web)
     change(web)

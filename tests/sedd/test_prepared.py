@@ -92,3 +92,10 @@ def test_a_file_of_another_size_is_named(folder, name, more):
     size = (folder / name).stat().st_size
     os.truncate(folder / name, size + more)
     assert f"{name} has {size + more:,} bytes" in refusal(folder)
+
+
+def test_a_folder_of_another_alphabet_is_refused(folder):
+    path = folder / "meta.json"
+    meta = json.loads(path.read_text())
+    path.write_text(json.dumps({**meta, "letters": meta["letters"][::-1]}))
+    assert "letters is" in refusal(folder)

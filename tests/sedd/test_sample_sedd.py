@@ -223,7 +223,8 @@ def test_variants_are_ranked(rank, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("variant, found", [
-    ("A2W", "A2W; the sequence has K there;"), ("M0A", "M0A;"), ("Q10A", "Q10A;"), ("M1", "M1;")])
+    ("A2W", "A2W; the sequence has K there;"), ("M0A", "M0A;"), ("Q10A", "Q10A;"), ("M1", "M1;"),
+    ("M" + "9" * 5000 + "A", "M" + "9" * 39 + ";")])
 def test_a_variant_of_another_sequence_is_refused(rank, tmp_path, capsys, variant, found):
     (tmp_path / "v.txt").write_text(f"M1A\n{variant}\n")
     assert f"line 2: found {found} expected" in refused(capsys, *rank)

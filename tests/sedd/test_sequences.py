@@ -323,6 +323,7 @@ def test_a_packed_record_longer_than_any_protein_is_refused(tmp_path, reader, co
 def test_packed_blanks_without_end_are_refused(tmp_path):
     path = write(tmp_path, gzip.compress(b">a\nACD" + b"\n" * LONG, 1), "bomb.fasta.gz")
     assert "blanks and line ends" in refusal(read_sequences, path)
+    assert "a record of more than" in refusal(lambda name: list(named_sequences(name)), path)
 
 
 def test_a_packed_pt_file_that_unpacks_to_more_than_its_bytes_is_refused(tmp_path):

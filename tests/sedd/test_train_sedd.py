@@ -432,7 +432,8 @@ def test_runs_of_versions_that_always_named_a_number_of_demo_proteins_go_on(fast
     ("micro_batches", 0), ("micro_batches", "x"), ("lr", "x"), ("lr", math.nan), ("warmup", None),
     ("data", [1]), ("data", {"n": "x"}), ("ema", {}), ("ema", {"shadow_params": [1]}),
     ("init_from", 3), ("init_from", {}), ("seen", [1]), ("recent", 1), ("machine", 3),
-    ("versions", "x"), ("plan", [1])])
+    ("versions", "x"), ("plan", [1]), ("lr", 10**400), ("recent", [10**400, 0]),
+    ("model", {"a": torch.zeros(2).to(torch.float8_e4m3fn)})])
 def test_a_checkpoint_with_a_value_that_cannot_be_is_not_continued(
         straight, fasta, tmp_path, key, value):
     torch.save({**state_of(straight), key: value}, tmp_path / "bad.pt")

@@ -75,7 +75,8 @@ def changed(state, keys, value):
     ("ema/shadow_params", [1]), ("model/output_layer.linear.weight", "x"),
     ("model/output_layer.linear.weight", torch.zeros(1).expand(10**6, 10**6)),
     ("model/vocab_embed.embedding", torch.zeros(1).expand(22, 10**9)),
-    ("model", [1]), ("about", 3)])
+    ("model", [1]), ("about", 3), ("about", {"averaged": [1]}), ("ema", [1]), ("ema", {}),
+    ("config/model/n_blocks", 1001)])
 def test_a_checkpoint_with_a_value_that_cannot_be_is_refused_by_its_name(tmp_path, key, value):
     path = write_checkpoint(tmp_path / "best.pt")
     torch.save(changed(torch.load(path), key, value), path)

@@ -202,3 +202,17 @@ def test_texts_are_refused_together():
     with pytest.raises(ValueError, match="^config: a is 1.\nconfig: b is 2.$"):
         refuse(["a is 1", "b is 2"])
     refuse([])
+
+
+def test_a_value_that_would_print_without_end_is_cut(tmp_path):
+    text = "optim: {lr: &a0 [x, x, x, x, x, x, x, x, x]}\n"
+    for k in range(1, 9):
+        text += f"a{k}: &a{k} [{', '.join([f'*a{k - 1}'] * 9)}]\n"
+    with pytest.raises(ValueError, match="found .*; expected a whole number") as caught:
+        load(tmp_path, text + "seed: *a8\n")
+    assert len(str(caught.value)) < 5_000
+
+
+def test_of_many_problems_the_first_are_listed(tmp_path):
+    with pytest.raises(ValueError, match="and 80 more problems"):
+        load(tmp_path, "".join(f"k{k}: 1\n" for k in range(100)))

@@ -2,12 +2,14 @@
 
 import errno
 import os
+import zipfile
 from unittest import mock
 
 import pytest
 import torch
 
-from training.files import CannotWrite, is_no_file, write_text_atomic, write_whole, writing
+from training.files import (CannotWrite, check_zip, is_no_file, read_text, write_text_atomic,
+                            write_whole, writing)
 
 
 def test_text_replaces_a_file_whole_or_not_at_all_and_leaves_nothing_else(tmp_path):
@@ -86,3 +88,22 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, disk_calls):
 def test_a_file_has_its_name_on_the_disk_at_the_end(tmp_path, disk_calls):
     write_text_atomic(tmp_path / "file", "new")
     assert disk_calls[-1] == ("fsync", tmp_path)
+
+
+@pytest.mark.parametrize("make, message", [
+    (lambda path: path.symlink_to("/dev/zero"), "is no file"), (os.mkfifo, "is no file"),
+    (os.mkdir, "is no file"), (lambda path: path.write_bytes(b"x" * 11), "more than 10 bytes"),
+    (lambda path: path.write_bytes(b"a\xe9"), "is no text in UTF-8")])
+def test_what_is_no_short_text_is_not_read_as_one(make, message, tmp_path):
+    make(tmp_path / "lock.json")
+    with pytest.raises(ValueError, match=message):
+        read_text(tmp_path / "lock.json", most=10)
+
+
+def test_a_file_of_tensors_with_a_wrong_byte_is_refused(tmp_path):
+    with zipfile.ZipFile(tmp_path / "best.pt", "w") as archive:
+        archive.writestr("data/0", b"numbers")
+    content = (tmp_path / "best.pt").read_bytes()
+    (tmp_path / "best.pt").write_bytes(content.replace(b"numbers", b"nombres", 1))
+    with pytest.raises(ValueError, match="is damaged .data/0"):
+        check_zip(tmp_path / "best.pt")

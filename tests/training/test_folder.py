@@ -1,6 +1,7 @@
 """The run folder: whose it is, by its lock."""
 
 import json
+import math
 import os
 import socket
 import time
@@ -80,7 +81,13 @@ def test_a_run_that_was_taken_over_while_it_stood_still_writes_nothing_more(tmp_
     assert lock.path.read_text() == other and [p.name for p in tmp_path.iterdir()] == ["lock.json"]
 
 
-@pytest.mark.parametrize("text", ["[" * 100000, "[1]", "3"])
+LOCK = {"host": "elsewhere", "pid": 5, "start": 5, "beat": 1.0}
+NO_LOCKS = [json.dumps({**LOCK, key: value}) for key, values in {
+    "host": [None, [], 3], "pid": [None, "5", -1, 0, True, 10**18, 1.5],
+    "beat": [None, "x", math.nan, math.inf, -1, 1e18, 10**400, []]}.items() for value in values]
+
+
+@pytest.mark.parametrize("text", ["[" * 100000, "[1]", "3", *NO_LOCKS])
 def test_a_lock_of_another_kind_is_refused(text, tmp_path):
     (tmp_path / "lock.json").write_text(text)
     with pytest.raises(ValueError, match="cannot be read as a lock"):
@@ -118,7 +125,9 @@ def test_a_refused_start_leaves_the_outcome_of_steps(code, step, stays, tmp_path
     assert (read_status(tmp_path) == former) == stays
 
 
-def test_a_row_that_cannot_be_read_is_named(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text("[" * 100000 + "\n")
+@pytest.mark.parametrize("row", ["[" * 100000, '{"step": NaN}', '{"step": -1}', '{"step": true}',
+                                 '{"step": 1.5}', '{"step": 1000000000000000000}'])
+def test_a_row_that_cannot_be_read_is_named(row, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(row + "\n")
     with pytest.raises(ValueError, match="metrics.jsonl, line 1"):
         read_rows(tmp_path / "metrics.jsonl")
