@@ -59,6 +59,7 @@ SILENCE = 13.0          # a guard silent for so long is stopped, or its host is 
 SUSPENDED = 5.0         # a guard that did not run for so long was suspended: all limits start anew
 STACKS = 3.0            # for a rank to write its stack traces, and for its guard to tell the hub
 PRINTING = 5.0          # for printing: stderr may be a full pipe, the file system may hang
+FORWARDING = 0.5        # for MPICH to forward what a rank printed: its abort drops the rest
 LEAVE = 2.0             # from the verdict until guards exit; ranks are killed after half of it
 EXIT = 120.0            # for Python to end after cleanup_ddp; a profiler may write its traces then
 SAME_CTRL_C = 0.2       # between two SIGINTs of one Ctrl-C, from terminal and launcher
@@ -490,6 +491,9 @@ class Guard:
             self.fail(code if code > 0 else 1, cause)
         elif code < 0 and not on_request:
             say(f"\nFAILED: a process on {self.me.host} {cause}; its guard knew no other\n")
+        elif code > 0:
+            time.sleep(FORWARDING)
+            abort_mpi(code)
 
     def fail(self, code, cause, rank=None, **details):
         """Note a failure, of another rank if one is given, for `judge`. Only a secondary one can be
@@ -652,8 +656,7 @@ class Guard:
             self.give_sign({**verdict, "text": ""})    # a guard may have joined just now
             time.sleep(POLL)
         begin(self.process.wait).join(LEAVE)    # MPICH hangs if a guard ends before its rank
-        with contextlib.suppress(KeyError, ValueError, OSError):    # as MPI_Abort does
-            os.write(int(os.environ["PMI_FD"]), b"cmd=abort exitcode=%d\n" % verdict["code"])
+        abort_mpi(verdict["code"])
         return verdict["code"]
 
     def announce(self, verdict):
@@ -707,6 +710,13 @@ class Guard:
             file.write(f"{json.dumps(outcome)}\n".encode())
             os.fsync(file.fileno())
             os.replace(temporary, f"{self.me.run_dir}/status.json")
+
+
+def abort_mpi(code):
+    """Have MPICH or Intel MPI end all ranks, as MPI_Abort does: they let the others wait when one
+    leaves with an exit code."""
+    with contextlib.suppress(KeyError, ValueError, OSError):
+        os.write(int(os.environ["PMI_FD"]), b"cmd=abort exitcode=%d\n" % code)
 
 
 # ---------------------------------------------------------------- threads, lines

@@ -31,6 +31,7 @@ import hashlib
 import importlib.metadata
 import inspect
 import io
+import ipaddress
 import json
 import os
 import random
@@ -41,6 +42,7 @@ import struct
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import traceback
 import zipfile
@@ -327,6 +329,8 @@ INTERRUPTED = 130  # Ctrl-C
 GLOO_MAX_RANKS = 256
 # Time limits and pauses, in seconds.
 CONNECT = 5.0           # for one attempt to connect to rank 0
+FIRST_WORD = 0.1        # a store waits for the other side; a program that closes or greets does not
+ANSWER = 30.0           # for the store to answer: 10,000 ranks may come at once, to a busy host
 ANSWER_MARGIN = 20.0    # the other ranks wait this much longer for rank 0 than it waits for them
 TABLE_READ = 5.0        # for the other ranks to read rank 0's error before its store closes
 PRINTER_FIRST = 4.0     # for the one rank that prints an error common to all, before the rest exit
@@ -901,15 +905,18 @@ def _set_timer(seconds, file):
 #   all ranks compute the same address, or rank 0 tells it by MPI:
 #
 #   MASTER_ADDR is set            that host, MASTER_PORT or 29500
-#   mpi4py works                  rank 0's own address (one host: 127.0.0.1) and MASTER_PORT, or a
-#                                 port that the kernel chooses, by MPI broadcast
-#   all ranks are on one host     127.0.0.1      \  MASTER_PORT, or a port computed from what
+#   mpi4py works                  rank 0's own address (one host: the loopback) and MASTER_PORT, or
+#                                 a port that the kernel chooses, by MPI broadcast
+#   all ranks are on one host     the loopback   \  MASTER_PORT, or a port computed from what
 #   Slurm                         its first host /  identifies this launch
 class Address(NamedTuple):
     """Where rank 0's store is, or will be."""
     host: str
     port: int     # 0: rank 0 takes a free one
     source: str   # how it was found, for messages
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 DEFAULT_PORT = 29500
@@ -922,25 +929,58 @@ def slurm_first_host(nodelist: str) -> str:
     return re.sub(r"\[([^\]]*)\]", lambda ranges: re.split("[-,]", ranges[1])[0], first)
 
 
-def _resolve(name):
+def _addresses(name):
+    """The addresses that a name has here, those of IPv4 first."""
     try:
-        return socket.gethostbyname(name)
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError:
-        return ""
+        return []
+    places = {family: [] for family in (socket.AF_INET, socket.AF_INET6)}
+    for family, *_, place in found:
+        if family in places:
+            places[family].append(place[0])
+    return [*places[socket.AF_INET], *places[socket.AF_INET6]]
 
 
-def _own_address():
-    """The address under which other hosts reach this one."""
+def _resolve(name):
+    """The first address that a name has here, or ""."""
+    return next(iter(_addresses(name)), "")
+
+
+def _is_local(ip):
+    """Whether an address has no meaning on other hosts: of the loopback, or of one link alone."""
+    address = ipaddress.ip_address(ip)
+    return address.is_loopback or address.is_link_local
+
+
+def loopback() -> str:
+    """The address by which processes on this host reach each other: ::1 where IPv4 is absent."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return "127.0.0.1"
+    return "::1"
+
+
+def _own_address(way_to=""):
+    """The address under which other hosts reach this one. way_to: a host that they reach too."""
     host = socket.gethostname()
     short = host.split(".")[0]
     names = [host]
     if re.fullmatch(r"x\d+c\d+s\d+b\d+n\d+", short) and ".hsn." not in host:   # HPE EX: its fabric
         names = [f"{short}.hsn.cm.aurora.alcf.anl.gov", f"{short}.hsn.cm.polaris.alcf.anl.gov",
                  host]
-    for ip in map(_resolve, names):
-        if ip and not ip.startswith("127."):   # Debian maps a host's own name to 127.0.1.1
+    for name in names:
+        for ip in _addresses(name):
+            if not _is_local(ip):   # Debian maps a host's own name to 127.0.1.1
+                return ip
+    outside = ["192.0.2.1", "2001:db8::1"]   # any outside address: the default route
+    if way_to:
+        outside.insert(0, way_to)
+    for goal in outside:
+        ip = _route_to(goal)
+        if ip and not _is_local(ip):
             return ip
-    return _route_to("192.0.2.1") or "127.0.0.1"   # any outside address: the default route
+    return loopback()
 
 
 def _seen_from_outside(ddp, host):
@@ -948,22 +988,27 @@ def _seen_from_outside(ddp, host):
     if ddp.on_one_host:
         return host
     address = _resolve(host)
-    is_loopback = address.startswith("127.") and address != host
-    return _own_address() if is_loopback else host   # Debian maps a host's own name to 127.0.1.1
+    if not address or address == host or not _is_local(address):
+        return host
+    return _own_address()   # Debian maps a host's own name to 127.0.1.1
 
 
 def _route_to(host):
     """This host's address on the way to `host`. Connecting a datagram socket sends nothing."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s, contextlib.suppress(OSError):
-        s.connect((host, 9))
-        return s.getsockname()[0]
+    for ip in _addresses(host):
+        family = socket.AF_INET6 if ":" in ip else socket.AF_INET
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as s:
+            s.connect((ip, 9))
+            return s.getsockname()[0]
     return None
 
 
 def _interface_of(ip):
-    """Name of the network interface that has the IPv4 address, or None (None outside Linux)."""
-    if not sys.platform.startswith("linux"):
+    """Name of the network interface that has the address, or None (None outside Linux)."""
+    if ip is None or not sys.platform.startswith("linux"):
         return None
+    if ":" in ip:
+        return _interface_of_ipv6(ip)
     import fcntl
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
         for _, name in socket.if_nameindex():
@@ -972,6 +1017,17 @@ def _interface_of(ip):
                 packed = fcntl.ioctl(s.fileno(), 0x8915, request)   # SIOCGIFADDR
                 if socket.inet_ntoa(packed[20:24]) == ip:
                     return name
+    return None
+
+
+def _interface_of_ipv6(ip):
+    """As _interface_of. The kernel lists address, number, prefix, scope, flags and name."""
+    wanted = ipaddress.ip_address(ip.partition("%")[0]).exploded.replace(":", "")
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            address, *_, name = line.split()
+            if address == wanted:
+                return name
     return None
 
 
@@ -1030,12 +1086,12 @@ def _place_of_rank_0(ddp, env):
         source = "from MASTER_ADDR by MPI broadcast" if by_mpi else "from MASTER_ADDR"
         return Address(_seen_from_outside(ddp, env["MASTER_ADDR"]), port or DEFAULT_PORT, source)
     if by_mpi:
-        host = "127.0.0.1" if ddp.on_one_host else _own_address()
+        host = loopback() if ddp.on_one_host else _own_address()
         source = "from MASTER_PORT by MPI broadcast" if port else "by MPI broadcast"
         return Address(host, port, source)
     host = ""
     if ddp.on_one_host:
-        host = "127.0.0.1"
+        host = loopback()
     elif ddp.launcher == "Slurm step":
         first = slurm_first_host(env.get("SLURM_STEP_NODELIST", ""))
         if _resolve(first):   # in a cloud, node names may not resolve
@@ -1074,16 +1130,16 @@ def _join(ddp, env, init_timeout, error):
     error: what this rank has to report instead of joining, or None."""
     agent = ddp.launcher == "torchrun" and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     meeting = setup_ddp.meeting or _open_store(ddp, env, agent, init_timeout)
-    host, port, source = meeting.address
+    host, _, source = meeting.address
     # Torchrun's agent keeps its store over restarts, and a script may set up twice. A prefix per
     # attempt hides the keys of earlier attempts.
     setup_ddp.count += 1
     attempt = f"{env.get('TORCHELASTIC_RESTART_COUNT')}/{setup_ddp.count}"
     store = dist.PrefixStore(f"ddp/{_launch_name(env, ddp)}/{attempt}", meeting.store)
     if ddp.on_one_host:
-        hub_host = "127.0.0.1"
+        hub_host = loopback()
     elif agent:   # MASTER_ADDR is the agent's host, which rank 0 may not share
-        hub_host = _own_address()
+        hub_host = _own_address(way_to=host)
     else:
         hub_host = host
     table = _meet(ddp, store, error, init_timeout, hub_host)
@@ -1101,7 +1157,7 @@ def _join(ddp, env, init_timeout, error):
     control = _make_groups(ddp, env, init_timeout)
     return replace(ddp, local_world_size=local_world_size, control=control,
                    node_rank=list(dict.fromkeys(hosts)).index(ddp.host),
-                   notes=(*ddp.notes, f"rank 0 at {host}:{port}, found {source}"))
+                   notes=(*ddp.notes, f"rank 0 at {meeting.address}, found {source}"))
 
 
 def _set_environment(ddp, address, local_world_size):
@@ -1110,7 +1166,7 @@ def _set_environment(ddp, address, local_world_size):
                  "WORLD_SIZE": ddp.world_size, "LOCAL_RANK": ddp.local_rank,
                  "LOCAL_WORLD_SIZE": local_world_size}
     # Gloo's own choice may be an interface that other hosts cannot reach.
-    interface = _interface_of("127.0.0.1" if ddp.on_one_host else _route_to(address.host))
+    interface = _interface_of(loopback() if ddp.on_one_host else _route_to(address.host))
     if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
         variables["GLOO_SOCKET_IFNAME"] = interface
     for name, value in variables.items():
@@ -1147,23 +1203,37 @@ def _open_store(ddp, env, agent, limit):
             listener = _listen(address)
             address = address._replace(port=listener.getsockname()[1])
         except OSError as e:
-            problem = (
-                f"rank 0 on {ddp.host} cannot listen on {address.host}:{address.port}: "
-                f"{e.strerror}. Expected MASTER_ADDR to be an address of rank 0's host and "
-                f"MASTER_PORT to be free there. Leave both unset to have them found, or choose "
-                f"another port.")
+            reason = str(e.strerror).partition(" (while")[0]
+            problem = (f"rank 0 on {ddp.host} cannot listen on {address}: {reason}. "
+                       f"{_other_place(env)}")
     if ddp.state.mpi is not None:
         host, port, problem = ddp.state.mpi.bcast((address.host, address.port, problem), root=0)
         address = Address(host, port, address.source)
     if problem:
         raise SetupError(problem, prints=ddp.is_main)
+    served = f"ddp/{_launch_name(env, ddp)}/served"   # rank 0's first word in its store
     if listener is None:
-        _await_listener(ddp, address, limit)
-    with _time_limit(limit):   # torch would wait forever for another program there
-        store = dist.TCPStore(address.host, address.port, None, listener is not None,
-                              timedelta(seconds=limit), wait_for_workers=False,
-                              master_listen_fd=listener.detach() if listener else None)
+        stranger = SetupError(
+            f"{address}, where rank 0 shall listen, is held by another program or another run: "
+            f"rank 0 did not answer {ddp.host} there. {_other_place(env)}",
+            prints=_speaks_for_host(ddp))
+        _await_listener(ddp, address, limit, stranger)
+        store = _connect(address, limit, "" if agent else served, stranger)
+    else:
+        store = dist.TCPStore(address.host, address.port, None, True, timedelta(seconds=limit),
+                              wait_for_workers=False, master_listen_fd=listener.detach())
+        store.set(served, "")
     return Meeting(store, address)
+
+
+def _other_place(env):
+    """What to do if rank 0 cannot listen at its address, by what was set."""
+    given = [name for name in ("MASTER_ADDR", "MASTER_PORT") if env.get(name)]
+    if not given:
+        return "Export MASTER_PORT=<a free port>, the same to all ranks, or start again."
+    which = "both" if len(given) == 2 else given[0]
+    return ("Expected MASTER_ADDR to be an address of rank 0's host and MASTER_PORT to be free "
+            f"there. Leave {which} unset to have a free place found, or choose another port.")
 
 
 def _listen(address):
@@ -1173,20 +1243,72 @@ def _listen(address):
     return socket.create_server(place[:2], family=family, backlog=4096)
 
 
-def _await_listener(ddp, address, limit):
-    """Wait until rank 0 listens. TCPStore would fail with a long C++ stack trace instead."""
+def _await_listener(ddp, address, limit, stranger):
+    """Wait until rank 0 listens. TCPStore would fail with a long C++ stack trace instead.
+
+    stranger: raised if what listens is no store, which waits in silence."""
     deadline = time.monotonic() + limit
+    patience = None   # a time: until then the store of an earlier run may end
     while True:
         try:
-            return socket.create_connection((address.host, address.port), CONNECT).close()
+            with socket.create_connection((address.host, address.port), CONNECT) as probe:
+                if _is_silent(probe):
+                    return
+            patience = patience or time.monotonic() + min(limit, ANSWER)
         except OSError as e:
             if time.monotonic() > deadline:
                 raise SetupError(
-                    f"rank 0 cannot be reached at {address.host}:{address.port} within "
-                    f"{limit:.0f} s ({e}). Expected it to listen there. Did it start? Is "
-                    f"MASTER_ADDR right? Try `ping {address.host}` from {ddp.host}.",
+                    f"rank 0 cannot be reached at {address} within {limit:.0f} s ({e}). Expected "
+                    f"it to listen there. Did it start? Is MASTER_ADDR right? Try `ping "
+                    f"{address.host}` from {ddp.host}.",
                     prints=_speaks_for_host(ddp), code=1) from None
+        if patience and time.monotonic() > patience:
+            raise stranger
+        time.sleep(0.05)
+
+
+def _is_silent(connection):
+    """Whether the other end of a new connection waits for this one to speak."""
+    connection.settimeout(FIRST_WORD)
+    with contextlib.suppress(ConnectionError):
+        try:
+            connection.recv(1)
+        except TimeoutError:
+            return True
+    return False
+
+
+def _connect(address, limit, served, stranger):
+    """A client of the TCPStore of rank 0, or of torchrun's agent.
+
+    served: a key that rank 0 has set there; "": none. stranger: raised if nothing else answers.
+    TCPStore would wait for a silent program without end, so a thread does it, and may be left
+    behind: this process then ends."""
+    patience = timedelta(seconds=min(limit, ANSWER))
+    deadline = time.monotonic() + patience.total_seconds()
+    stores = []
+
+    def open_client():
+        with contextlib.suppress(RuntimeError):   # not the protocol of a store
+            stores.append(dist.TCPStore(address.host, address.port, None, False, patience,
+                                        wait_for_workers=False))
+
+    thread = threading.Thread(target=open_client, daemon=True)
+    with _time_limit(limit + ANSWER_MARGIN):
+        thread.start()
+        thread.join(patience.total_seconds())
+        while stores and time.monotonic() < deadline:
+            if not served or _holds(stores[0], served):
+                stores[0].set_timeout(timedelta(seconds=limit))
+                return stores[0]
             time.sleep(0.05)
+    raise stranger
+
+
+def _holds(store, key):
+    with contextlib.suppress(RuntimeError):   # the run whose store it is has ended
+        return store.check([key])
+    return False
 
 
 def _speaks_for_host(ddp):

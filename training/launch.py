@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import torch
 
-from ddp_setup import AGAIN, DEFAULT_PORT, cores_given, detect_launcher
+from ddp_setup import AGAIN, DEFAULT_PORT, cores_given, detect_launcher, loopback
 
 POLL = 0.1             # seconds between two looks at the ranks
 SAVING_SECONDS = 600   # for the ranks to save and exit after a signal to this process
@@ -67,7 +67,7 @@ def start_ranks_if_asked(args: argparse.Namespace, argv: list[str]) -> None:
           flush=True)
     rank_0 = None
     if n_nodes > 1 or args.master_addr or args.master_port:
-        rank_0 = Place(args.master_addr or "127.0.0.1", args.master_port or DEFAULT_PORT)
+        rank_0 = Place(args.master_addr or loopback(), args.master_port or DEFAULT_PORT)
     sys.exit(run_ranks(["-u", *this_program(), *rest], per_node, n_nodes, node_rank, rank_0))
 
 
@@ -150,18 +150,10 @@ def reserved_place() -> Iterator[Place]:
 
     On Linux the port stays bound, without listening, so that the kernel gives it to nobody who
     asks for any free port, while rank 0, which asks for this one, may bind it too and listen."""
-    holder = socket.socket(socket.AF_INET)
-    host = "127.0.0.1"
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        holder.bind((host, 0))
-    except OSError:   # a host without IPv4
-        holder.close()
-        host = "::1"
-        holder = socket.socket(socket.AF_INET6)
+    host = loopback()
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind((host, 0))
-    with holder:
         port = holder.getsockname()[1]
         if not sys.platform.startswith("linux"):   # elsewhere rank 0 could not bind it
             holder.close()

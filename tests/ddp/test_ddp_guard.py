@@ -223,6 +223,14 @@ def test_any_script_can_be_guarded_with_its_arguments_output_and_exit_code(tmp_p
     assert (done.returncode, done.stdout, done.stderr) == (7, "['a', '--b'] 1 text\n", "")
 
 
+def test_a_rank_that_leaves_before_the_ranks_have_met_has_mpich_end_the_others(tmp_path):
+    read, write = os.pipe()
+    with contextlib.closing(os.fdopen(read, "rb")) as mpich:
+        done = run("import sys\nsys.exit(2)\n", tmp_path, env={"PMI_FD": write}, pass_fds=[write])
+        os.close(write)
+        assert (done.returncode, mpich.read()) == (2, b"cmd=abort exitcode=2\n")
+
+
 def test_ctrl_c_is_seen_by_a_shell_as_such(tmp_path):
     done = run("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n", tmp_path)
     assert done.returncode == -2 and done.stderr.count("KeyboardInterrupt") == 1

@@ -399,22 +399,42 @@ cleanup_ddp(ddp)
 
 
 @pytest.mark.parametrize("text, other_rank, env, codes, said", [
-    (WHERE, 1, {"MASTER_PORT": "busy", "LIMIT": 6}, [1, 1], "cannot listen on 127.0.0.1:"),
     (WHERE, 1, {"MASTER_PORT": 99999, "LIMIT": 6}, [1, 2], "MASTER_PORT=99999 is no port"),
     (WHERE, 2, {"LIMIT": 4}, [1, 1], "1 of 3 ranks did not appear within 4 s: rank(s) 1."),
     # 1: of an exception that nobody caught; 2: of a bad request
     ("setup_ddp(device=['cpu', 'cuda'][int(os.environ['DDP_RANK'])])", 1, {}, [1, 2],
      "rank 1 on {host}: cuda was asked for"),
     ("setup_ddp(ranks=4)\n", 1, {}, [1, 2], "--ranks asks for 4 rank(s), but 2 were started")],
-    ids=["busy port", "no port", "missing rank", "impossible device", "number of ranks"])
+    ids=["no port", "missing rank", "impossible device", "number of ranks"])
 def test_a_start_that_cannot_be_is_refused_once(text, other_rank, env, codes, said, tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as busy:
-        if env.get("MASTER_PORT") == "busy":
-            env = {**env, "MASTER_PORT": busy.getsockname()[1]}
-        with by_hand(tmp_path, text, [0, other_rank], other_rank + 1, **env) as started:
-            assert started.codes(500) == codes, started.err()
+    with by_hand(tmp_path, text, [0, other_rank], other_rank + 1, **env) as started:
+        assert started.codes(500) == codes, started.err()
     assert started.err().count(said.format(host=socket.gethostname())) == 1, started.err()
     assert own_tracebacks(started.err()) == 1, started.err()
+
+
+def test_a_port_of_a_silent_program_ends_every_rank_with_what_it_saw(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        port = busy.getsockname()[1]
+        with by_hand(tmp_path, WHERE, range(2), MASTER_PORT=port, LIMIT=2) as started:
+            assert started.codes(500) == [1, 1], started.err()
+    said = started.err()
+    assert said.count(f"rank 0 on {socket.gethostname()} cannot listen on 127.0.0.1:{port}") == 1
+    assert said.count(f"127.0.0.1:{port}, where rank 0 shall listen, is held by another") == 1
+
+
+@pytest.mark.parametrize("launcher", ["mpich", slow("openmpi"), slow("ours"), slow("intel")])
+def test_a_port_of_another_program_ends_all_at_once_with_code_2(launcher, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        port = busy.getsockname()[1]
+        words = [ROOT / "train_sedd_ddp.py", "--config", ROOT / "configs" / "sedd_demo.yaml",
+                 "--device", "cpu", "--work_dir", "out", "--init_timeout", "400"]
+        if launcher == "ours":
+            words += ["--master_port", port]
+        result = run_ranks(launcher, 2, words, tmp_path, timeout=300,
+                           env={"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
+    assert (result.returncode, result.leftover) == (2, []), result.text
+    assert result.stderr.count(f"cannot listen on 127.0.0.1:{port}") == 1, result.text
 
 
 def test_an_mpirun_of_another_mpi_is_refused_instead_of_many_runs_of_one_rank(tmp_path):

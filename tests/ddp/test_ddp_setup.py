@@ -111,13 +111,14 @@ def test_first_host_of_a_slurm_list():
 
 
 def test_ranks_on_one_host_ask_no_name_service(monkeypatch):
-    monkeypatch.setattr(socket, "gethostbyname", lambda name: pytest.fail(f"asked for {name}"))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *name: pytest.fail(f"asked for {name}"))
     alone = Ddp(world_size=2, local_world_size=2)
     for env in ({"MASTER_ADDR": "n0"}, {}):
         ddp_setup._place_of_rank_0(dataclasses.replace(alone, launcher="torchrun"), env)
 
 
-PLACES = {"n0": "10.0.0.1", "self": "127.0.1.1", socket.gethostname(): "10.0.0.9"}
+PLACES = {"n0": ["10.0.0.1"], "self": ["127.0.1.1"], "six": ["fd00::1"],
+          socket.gethostname(): ["10.0.0.9"]}
 MPI = object()
 
 
@@ -127,6 +128,7 @@ MPI = object()
     ("torchrun", 2, None, dict(MASTER_ADDR="n0", MASTER_PORT="7"), ("n0", 7, "from MASTER_ADDR")),
     # a name that means 127.0.1.1 here, as on Debian, is of no use to other hosts
     ("torchrun", 1, None, dict(MASTER_ADDR="self"), ("10.0.0.9", 29500, "from MASTER_ADDR")),
+    ("torchrun", 1, None, dict(MASTER_ADDR="six"), ("six", 29500, "from MASTER_ADDR")),
     ("Slurm step", None, None, dict(SLURM_STEP_NODELIST="n[0-3]", MASTER_PORT="7"),
      ("n0", 7, "from MASTER_PORT")),
     ("Open MPI", 2, MPI, {}, ("127.0.0.1", 0, "by MPI broadcast")),
@@ -136,9 +138,87 @@ MPI = object()
     ("Open MPI", None, MPI, dict(MASTER_ADDR="n0"),
      ("n0", 29500, "from MASTER_ADDR by MPI broadcast"))])
 def test_the_place_of_rank_0(launcher, per_host, mpi, env, place, monkeypatch):
-    monkeypatch.setattr(ddp_setup, "_resolve", lambda name: PLACES.get(name, ""))
+    monkeypatch.setattr(ddp_setup, "_addresses", lambda name: PLACES.get(name, []))
     ddp = Ddp(world_size=2, local_world_size=per_host, launcher=launcher, state=State(mpi=mpi))
     assert ddp_setup._place_of_rank_0(ddp, env) == place
+
+
+@pytest.mark.parametrize("addresses, seen", [
+    (["127.0.1.1", "10.0.0.9", "fd00::9"], "10.0.0.9"), (["127.0.1.1", "::1", "fd00::9"], "fd00::9"),
+    (["fe80::9%eth0", "fd00::9"], "fd00::9")])
+def test_other_hosts_reach_this_one_by_an_address_that_means_something_there(
+        addresses, seen, monkeypatch):
+    monkeypatch.setattr(ddp_setup, "_addresses", lambda name: addresses)
+    assert ddp_setup._own_address() == seen
+
+
+def test_the_way_to_a_host_that_all_reach_tells_the_own_address(monkeypatch):
+    known = {"all know me": ["127.0.0.1"]}
+    monkeypatch.setattr(ddp_setup, "_addresses", lambda name: known.get(name, []))
+    monkeypatch.setattr(ddp_setup, "_is_local", lambda ip: False)
+    assert ddp_setup._own_address(way_to="all know me") == "127.0.0.1"
+
+
+def test_the_interface_of_an_address_of_ipv6_is_found():
+    if not Path("/proc/net/if_inet6").exists():
+        pytest.skip("no IPv6 here, or no Linux")
+    assert ddp_setup._interface_of("::1") == "lo"
+
+
+STRANGER = ddp_setup.SetupError("held by a stranger")
+
+
+def listen_silently(port):
+    return socket.create_server(("127.0.0.1", port))
+
+
+def close_at_once(port):
+    """A socket whose connections end at once, by a thread that ends with the socket."""
+    server = listen_silently(port)
+
+    def accept():
+        with contextlib.suppress(OSError):
+            while True:
+                server.accept()[0].close()
+    threading.Thread(target=accept, daemon=True).start()
+    return server
+
+
+@pytest.mark.parametrize("stranger", [listen_silently, close_at_once])
+def test_a_program_that_is_no_store_is_told_from_rank_0(stranger):
+    with stranger(0) as server:
+        address = ddp_setup.Address(*server.getsockname(), "")
+        with pytest.raises(ddp_setup.SetupError, match="held by a stranger"):
+            ddp_setup._await_listener(Ddp(), address, 0.5, STRANGER)
+            ddp_setup._connect(address, 0.5, "", STRANGER)
+        if stranger is close_at_once:
+            server.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.fixture
+def store():
+    """A store that holds the key "served"."""
+    opened = torch.distributed.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    opened.set("served", "")
+    return opened
+
+
+def test_the_store_of_another_run_is_told_from_that_of_rank_0(store):
+    address = ddp_setup.Address("127.0.0.1", store.port, "")
+    with pytest.raises(ddp_setup.SetupError, match="held by a stranger"):
+        ddp_setup._connect(address, 0.5, "ddp/another launch/served", STRANGER)
+
+
+def test_the_store_of_rank_0_is_known_by_its_first_word(store):
+    address = ddp_setup.Address("127.0.0.1", store.port, "")
+    assert ddp_setup._connect(address, 30, "served", STRANGER).check(["served"])
+
+
+@pytest.mark.parametrize("given, advice", [
+    ((), "Export MASTER_PORT=<a free port>"), (("MASTER_PORT",), "Leave MASTER_PORT unset"),
+    (("MASTER_ADDR", "MASTER_PORT"), "Leave both unset")])
+def test_of_a_place_that_is_taken_the_advice_names_what_was_set(given, advice):
+    assert advice in ddp_setup._other_place(dict.fromkeys(given, "7"))
 
 
 def test_ranks_of_one_launch_compute_the_same_port_and_those_of_another_launch_another():
