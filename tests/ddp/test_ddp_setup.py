@@ -144,7 +144,8 @@ def test_the_place_of_rank_0(launcher, per_host, mpi, env, place, monkeypatch):
 
 
 @pytest.mark.parametrize("addresses, seen", [
-    (["127.0.1.1", "10.0.0.9", "fd00::9"], "10.0.0.9"), (["127.0.1.1", "::1", "fd00::9"], "fd00::9"),
+    (["127.0.1.1", "10.0.0.9", "fd00::9"], "10.0.0.9"),
+    (["127.0.1.1", "::1", "fd00::9"], "fd00::9"),
     (["fe80::9%eth0", "fd00::9"], "fd00::9")])
 def test_other_hosts_reach_this_one_by_an_address_that_means_something_there(
         addresses, seen, monkeypatch):
