@@ -58,7 +58,7 @@ FREE = "_"              # marks a position of a template that is to be sampled
 BLOCK = 2000            # sequences that are scored together; results are written block by block
 PATIENCE = 6 * 3600.0   # seconds that ranks wait for a rank with more work
 INTERVAL = 1.96         # half the width of a 95 % interval, in standard errors
-LONGEST = 10**6         # most residues of a free stretch
+LONGEST = 10**6         # most residues of a free stretch, or of a template
 
 
 # ---------------------------------------------------------------- sample
@@ -585,6 +585,9 @@ def read_templates(path, number):
     """(names, templates) of a FASTA file of templates, `number` times each. Raises ValueError."""
     named = [(name, text.upper()) for name, text in named_sequences(path)]
     for name, text in named:
+        if len(text) > LONGEST:
+            raise ValueError(f"{path}, {name:.40}: found {len(text):,} residues; expected at most "
+                             f"{LONGEST:,}.")
         template_tokens(text, f"{path}, {name:.40}")
         if FREE not in text:
             raise ValueError(f"{path}, {name:.40}: found no {FREE}; expected one for each letter "

@@ -329,6 +329,12 @@ def test_a_template_without_a_free_place_is_refused(checkpoint, tmp_path, capsys
     assert "found no _; expected" in refused(capsys, checkpoint, "--infill", path)
 
 
+def test_a_template_longer_than_any_protein_is_refused(checkpoint, tmp_path, capsys):
+    (tmp_path / "long.fasta").write_text(">a\n" + "_" * 1_000_001 + "\n")
+    assert "long.fasta, a: found 1,000,001 residues" in refused(
+        capsys, checkpoint, "--infill", tmp_path / "long.fasta")
+
+
 def test_templates_of_one_name_are_refused(checkpoint, tmp_path, capsys):
     (tmp_path / "two.fasta").write_text(">a one\nMK__\n>a two\n____\n")
     assert "several templates are named a" in refused(
