@@ -23,6 +23,8 @@ MATPLOTLIB=${MATPLOTLIB-matplotlib}   # draws curves.png at the end of a run; em
 
 # shellcheck source=jobs/lib/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib/environment.sh"    # makes .venv
+# shellcheck source=jobs/lib/by_hand.sh
+source "$(dirname "${BASH_SOURCE[0]}")/lib/by_hand.sh"        # checks, threads, log
 
 make_run_env() {
   make_env
@@ -31,7 +33,7 @@ make_run_env() {
   touch .venv/stamp.pictures   # try once only: a run does not need it
 }
 
-if [[ ${1:-} =~ ^[0-9]+$ ]]; then NPROC=$1; shift; fi
+if [[ ${1:-} =~ ^-?[0-9]+$ ]]; then NPROC=$1; shift; fi
 gpus=${CUDA_VISIBLE_DEVICES-$(nvidia-smi -L 2> /dev/null | grep -o ^GPU || :)}
 [ -n "$NPROC" ] || NPROC=$(tr , '\n' <<< "$gpus" | grep -c '^[^-]') || NPROC=2
 [[ $NPROC =~ ^[1-9][0-9]*$ ]] || fail "NPROC is '$NPROC', expected a number of ranks, 1 or more."
@@ -47,6 +49,8 @@ case $LAUNCHER,$MPI_WHEEL in
   *) command=(.venv/bin/mpirun -n "$NPROC" .venv/bin/python "$SCRIPT" --config "$CONFIG") ;;
 esac
 read -r -d '' -a arguments <<< "$ARGS" || :    # also if it has several lines
+# Refused before it installs; once it has, the training script itself says more.
+if ! env_runs; then check_words ${arguments[@]+"${arguments[@]}"} "$@"; fi
 for word in ${arguments[@]+"${arguments[@]}"} "$@"; do    # in bash 3.2 an empty array is unset
   case $word,${previous:-} in
     --config* | --nproc_per_node*) fail "$word: give the config as CONFIG=..., ranks first" ;;
@@ -60,13 +64,8 @@ done
 if [ -n "${DRY_RUN:-}" ]; then printf '%q ' "${command[@]}"; echo; exit; fi
 locked make_run_env
 command -v "${command[0]}" > /dev/null || fail "LAUNCHER=$LAUNCHER, but there is no ${command[0]}."
-# Unset, every rank would use all cores, and the ranks would slow each other down.
-cores=$(nproc 2> /dev/null || getconf _NPROCESSORS_ONLN)
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > NPROC ? cores / NPROC : 1))}
+share_cores "$NPROC"
 if [ "$LOGS" = 1 ]; then
-  mkdir -p logs; log=logs/$(basename "${CONFIG%.*}")-$(date +%Y%m%d-%H%M%S)-$$.log
-  # Ctrl-C must not kill tee, which still has to write the last lines to the log.
-  exec > >(trap '' INT TERM HUP PIPE; exec tee -a "$log") 2>&1
-  echo "output: $PWD/$log"
+  log_and_show "$(basename "${CONFIG%.*}")-$(date +%Y%m%d-%H%M%S)-$$.log"
 fi
 exec "${command[@]}"   # so that signals reach the launcher, and its exit code is this script's

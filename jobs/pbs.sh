@@ -31,8 +31,9 @@ SAVE_SECONDS=${SAVE_SECONDS:-600}    # the run saves and stops so long before th
 CHAIN=${CHAIN:-1}                    # 0: submit no next job
 MAX_JOBS=${MAX_JOBS:-50}             # a chain ends after so many jobs
 AGAIN_ON=${AGAIN_ON-75 70 1 killed}  # codes after which a next job follows: docs/faults.md
-WALLTIME=${WALLTIME:-}               # such as 12:00:00; and NEXT_QSUB, the words behind qsub without
-NEXT_QSUB=${NEXT_QSUB:-}             # -v: where qstat does not answer on compute nodes
+# Where qstat does not answer on compute nodes:
+WALLTIME=${WALLTIME:-}               # such as 12:00:00
+NEXT_QSUB=${NEXT_QSUB:-}             # the words behind qsub for the next job, without -v
 
 [ -n "${PBS_NODEFILE:-}${DRY_RUN:-}" ] || { echo "submit this with qsub" >&2; exit 2; }
 cd "${PBS_O_WORKDIR:-.}" || exit 2   # PBS starts a copy of this script, in the home folder

@@ -54,8 +54,25 @@ make_test_env() {
   done
 }
 
+check_test_words() {   # refuse what pytest would refuse, once all is installed, as far as it is known
+  local word takes_value=''
+  for word in "$@"; do
+    if [ -n "$takes_value" ]; then
+      takes_value=''
+      continue
+    fi
+    case $word in
+      --slow | -[xqvsl] | *=*) ;;
+      -[0-9]* | -*slow*) fail "there is no option $word. Slow tests: bash $0 --slow" ;;
+      -*) takes_value=yes ;;     # or does not: it is not known
+      *) [ -e "${word%%::*}" ] || fail "there is no file or folder ${word%%::*} in $PWD." ;;
+    esac
+  done
+}
+
 unset CDPATH
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
+check_test_words "$@"
 command=(.venv/bin/python -m pytest -n "${TEST_PROCESSES:-2}" --dist loadgroup "$@")
 if [ -n "${DRY_RUN:-}" ]; then
   printf '%q ' "${command[@]}"

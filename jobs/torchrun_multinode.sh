@@ -30,7 +30,9 @@ export WANDB_MODE=${WANDB_MODE:-offline}
 # unset CCL_PROCESS_LAUNCHER CCL_ATL_TRANSPORT            # Intel GPUs: these need an MPI launcher
 
 # shellcheck source=jobs/lib/batch.sh
-source "$(dirname "${BASH_SOURCE[0]}")/lib/batch.sh"   # checks
+source "$(dirname "${BASH_SOURCE[0]}")/lib/batch.sh"     # checks
+# shellcheck source=jobs/lib/by_hand.sh
+source "$(dirname "${BASH_SOURCE[0]}")/lib/by_hand.sh"   # threads, log
 note_settings SCRIPT CONFIG ARGS RUN_DIR VENV PYTHON NPROC PREFLIGHT MINUTES MASTER_PORT
 [[ $NNODES && $NODE_RANK && $MASTER_ADDR ]] ||
   fail "NNODES, NODE_RANK or MASTER_ADDR is not set. Expected such as: NNODES=2 NODE_RANK=0
@@ -59,8 +61,7 @@ if [ -n "$MINUTES" ]; then
   check_number MINUTES 1
   export DDP_DEADLINE=$(($(date +%s) - SECONDS + MINUTES * 60))
 fi
-cores=$(nproc 2> /dev/null || getconf _NPROCESSORS_ONLN)
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > NPROC ? cores / NPROC : 1))}
+share_cores "$NPROC"
 
 ranks=(--nnodes "$NNODES" --node_rank "$NODE_RANK" --nproc_per_node "$NPROC"
   --master_addr "$MASTER_ADDR")
@@ -68,11 +69,8 @@ split_arguments "$@"
 training=("${python[@]}" "$SCRIPT" "${ranks[@]}" --master_port "$MASTER_PORT" --config "$CONFIG"
   --work_dir "$RUN_DIR" ${arguments[@]+"${arguments[@]}"})
 if [ -n "${DRY_RUN:-}" ]; then printf '%q ' "${training[@]}"; echo; exit; fi
-mkdir -p logs "$(dirname "$RUN_DIR")"
-log=logs/$(basename "${CONFIG%.*}")-$NODE_RANK-$(date +%Y%m%d-%H%M%S).log
-# Ctrl-C must not kill tee, which still has to write the last lines to the log.
-exec > >(trap '' INT TERM HUP PIPE; exec tee -a "$log") 2>&1
-echo "output: $PWD/$log"
+mkdir -p "$(dirname "$RUN_DIR")"
+log_and_show "$(basename "${CONFIG%.*}")-$NODE_RANK-$(date +%Y%m%d-%H%M%S).log"
 echo "settings from outside:${given:- none}; all others as in $0"
 if [ -n "$PREFLIGHT" ]; then         # a signal during it ends this script
   stopped=''

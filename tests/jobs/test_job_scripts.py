@@ -410,9 +410,45 @@ def test_a_dry_run_shows_the_cores_that_a_slurm_job_will_have(project):
 
 def test_a_dry_run_of_the_tests_shows_their_command_and_installs_nothing(project):
     before = sorted(project.rglob("*"))
-    result = bash(project, "jobs/test.sh", "tests/test_layout.py", DRY_RUN=1)
+    words = "--slow jobs -x --timeout 5 -k tests/no.py -n 0 jobs/test.sh::any"
+    result = bash(project, "jobs/test.sh", *words.split(), DRY_RUN=1)
     assert result.returncode == 0 and result.stdout.startswith(".venv/bin/python -m pytest ")
+    assert result.stdout.strip().endswith(words)
     assert sorted(project.rglob("*")) == before
+
+
+@pytest.mark.parametrize("words, message", [
+    (["-1"], "NPROC is '-1', expected a number"), (["two"], "'two' is neither an option"),
+    (["-n", "4"], "'-n' is neither an option"), (["--dta", "x"], "has no option --dta"),
+    (["2", "--dta=x"], "has no option --dta"), (["--fresh", "4"], "'4' is neither an option"),
+    (["--init_from", "a", "b"], "'b' is neither an option"),
+    (["x=1", "--lr", "3"], "train_sedd_ddp.py has no option --lr")])
+def test_a_wrong_word_behind_local_sh_is_refused_before_anything_is_installed(words, message,
+                                                                            project):
+    shutil.copytree(ROOT / "configs", project / "configs")
+    result = bash(project, "jobs/local.sh", *words, DRY_RUN=1, CUDA_VISIBLE_DEVICES="")
+    assert result.returncode == 2 and message in result.stderr and result.stdout == ""
+
+
+@pytest.mark.parametrize("script, words", [
+    ("train_sedd_ddp.py", "--datafile x --stage /any optim.lr=1 --init_timeout -1 --fresh --help"),
+    ("train_sedd_ddp.py", "--work_dir=x --plan 1,2 --device cpu model.dropout=0.1"),
+    ("train_dpo_ddp.py", "--lr 1 --num_epochs 2 --mutable_ranges 1-5 6-7 --no_cuda x=1 --beta 1")])
+def test_words_that_a_training_script_knows_reach_it_from_local_sh(script, words, project):
+    shutil.copytree(ROOT / "configs", project / "configs")
+    words = words.split()
+    result = bash(project, "jobs/local.sh", *words, DRY_RUN=1, SCRIPT=script)
+    assert result.returncode == 0, result.text
+    assert shlex.split(result.stdout)[-len(words):] == words
+
+
+@pytest.mark.parametrize("words, message", [
+    (["-1"], "there is no option -1"), (["-slow"], "Slow tests: bash jobs/test.sh --slow"),
+    (["-k", "any", "tests/no.py"], "there is no file or folder tests/no.py in ")])
+def test_a_wrong_word_behind_test_sh_is_refused_before_anything_is_installed(words, message,
+                                                                           project):
+    result = bash(project, "jobs/test.sh", *words, DRY_RUN=1)
+    assert result.returncode == 2 and message in result.stderr and result.stdout == ""
 
 
 @pytest.mark.parametrize("given, message", [
@@ -704,16 +740,17 @@ def test_nothing_is_trained_after_a_preflight_that_failed(script, site, project)
 
 # ---------------------------------------------------------------- a real Slurm
 class SlurmJob(contextlib.AbstractContextManager):
-    """jobs/slurm.sh, submitted for two nodes of two tasks; the end of a `with` cancels it."""
+    """jobs/slurm.sh, submitted for two nodes of two tasks, unless more options of sbatch say
+    otherwise; the end of a `with` cancels it."""
 
-    def __init__(self, folder, **variables):
+    def __init__(self, folder, more=(), **variables):
         self.folder = folder
         self.mark = f"{launchers.MARK}={folder}"
         self.env = clean_environment("srun", {"PYTHON": sys.executable, "VENV": "none", **SETTINGS,
                                               **variables, launchers.MARK: folder})
         options = ["--gres=none", "--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=1",
                    "--time=30"]
-        self.id = self.ask("sbatch", "--parsable", *options, "jobs/slurm.sh")
+        self.id = self.ask("sbatch", "--parsable", *options, *more, "jobs/slurm.sh")
 
     def ask(self, *words):
         done = subprocess.run(words, cwd=self.folder, env=self.env, capture_output=True, text=True,
@@ -764,10 +801,12 @@ def test_slurm_jobs_go_on_after_scancel_and_usr1_to_the_weights_of_an_undisturbe
     cancelled = stopped_at(run_dir, "SIGTERM")
 
     with SlurmJob(project) as job:
+        second_log = project / "logs" / f"config-{job.id}.log"
         await_step(project, cancelled + 2, job.alive)
         job.ask("scancel", "--signal=USR1", job.id)    # as --signal=USR1@180: to the tasks alone
         job.await_state("PENDING")
         saved = stopped_at(run_dir, "SIGUSR1", cancelled)
+        assert "CANCELLED" not in second_log.read_text(), "a stop in good order"
         (project / "slow").unlink()
         # Slurm lets a requeued job wait two minutes. Started at once, while Slurm was still busy
         # with the end of the first start, it was sometimes FAILED without a line of output.
@@ -784,6 +823,17 @@ def test_slurm_jobs_go_on_after_scancel_and_usr1_to_the_weights_of_an_undisturbe
     for step in (cancelled, saved):
         assert f"continuing from step {step}" in " ".join(logs(project).split()), logs(project)
     check_finished(run_dir, reference)
+
+
+@pytest.mark.slow
+def test_slurm_leaves_a_suspected_host_out_of_the_next_start(slurm, project):
+    (project / "test_aurora_ddp.py").write_text(
+        "import os, sys\nprint('suspect hosts:', os.environ['SLURMD_NODENAME'])\nsys.exit(3)\n")
+    one = ["--nodes=1", "--ntasks-per-node=1"]
+    with SlurmJob(project, one, EXCLUDE="1", NPROC="1") as job:
+        await_that(lambda: job.told("Restarts") == "1", 60, lambda: logs(project))
+        first = re.search("on (n[12])", logs(project))[1]
+        await_that(lambda: job.told("ExcNodeList") == first, 60, lambda: logs(project))
 
 
 # ---------------------------------------------------------------- two hosts
@@ -930,16 +980,26 @@ def test_torchrun_on_two_hosts_stops_at_a_signal_to_one_and_goes_on_by_the_same_
     assert len(written) == 2 and f"step {STEPS}/{STEPS}" in written[-1].read_text()
 
 
+# How each MPI reaches the other host, as its own variables say it.
+REACH = """#!/bin/bash
+export HYDRA_LAUNCHER=rsh HYDRA_LAUNCHER_EXEC=HOST_SHELL PRTE_MCA_plm_ssh_agent=HOST_SHELL
+export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+exec MPIRUN "$@"
+"""
+
+
 @pytest.mark.slow
-def test_open_mpi_over_two_hosts(two_hosts, project, reference):
-    need("openmpi")
-    (project / "hosts").write_text("hostA slots=2\nhostB slots=2\n")
-    words = launchers.command(
-        "openmpi", 4, ["driver.py", "--config", "config.yaml", "--work_dir", "runs/mine"],
-        ["--prtemca", "plm_ssh_agent", launchers.HOST_SHELL, "--hostfile", "hosts"])
+@pytest.mark.parametrize("launcher", ["mpich", "openmpi"])
+def test_the_launch_line_of_any_pbs_site_starts_ranks_on_two_hosts(launcher, site, two_hosts,
+                                                                   project, reference):
+    need(launcher)
     (project / "slow").unlink()
-    with Running(host_words("hostA", words), project, clean_environment("openmpi")) as running:
-        result = running.wait(timeout=400)
-    assert result.returncode == 0 and result.leftover == [], result.text
-    assert "4 rank(s) on 2 host(s)" in result.stdout
+    mpirun = Path(launchers.command(launcher, 1, ["any"])[0])
+    text = REACH.replace("HOST_SHELL", str(launchers.HOST_SHELL))
+    site.program("mpirun", text.replace("MPIRUN", str(mpirun.with_name("mpirun"))))
+    with site.start("pbs.sh", "101.site", on="hostA", PREFLIGHT="") as job:
+        result = job.wait(timeout=400)
+    text = logs(project)
+    assert result.returncode == 0 and result.leftover == [], result.text + text
+    assert "4 rank(s) on 2 host(s)" in text and "found from MASTER_ADDR" in text, text
     check_finished(project / "runs" / "mine", reference)
