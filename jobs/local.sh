@@ -23,8 +23,8 @@ MATPLOTLIB=${MATPLOTLIB-matplotlib}   # draws curves.png at the end of a run; em
 
 # shellcheck source=jobs/lib/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib/environment.sh"    # makes .venv
-# shellcheck source=jobs/lib/by_hand.sh
-source "$(dirname "${BASH_SOURCE[0]}")/lib/by_hand.sh"        # checks, threads, log
+# shellcheck source=jobs/lib/local.sh
+source "$(dirname "${BASH_SOURCE[0]}")/lib/local.sh"          # checks, arguments, threads, log
 
 make_run_env() {
   make_env
@@ -33,35 +33,26 @@ make_run_env() {
   touch .venv/stamp.pictures   # try once only: a run does not need it
 }
 
-if [[ ${1:-} =~ ^-?[0-9]+$ ]]; then NPROC=$1; shift; fi
-gpus=${CUDA_VISIBLE_DEVICES-$(nvidia-smi -L 2> /dev/null | grep -o ^GPU || :)}
-[ -n "$NPROC" ] || NPROC=$(tr , '\n' <<< "$gpus" | grep -c '^[^-]') || NPROC=2
-[[ $NPROC =~ ^[1-9][0-9]*$ ]] || fail "NPROC is '$NPROC', expected a number of ranks, 1 or more."
-[[ $LAUNCHER == torchrun || $LAUNCHER == mpirun ]] ||
-  fail "LAUNCHER is '$LAUNCHER', expected torchrun or mpirun."
+if [[ ${1:-} =~ ^-?[0-9]+$ ]]; then
+  NPROC=$1
+  shift
+fi
 called_from=$PWD
 CDPATH='' cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 [ "$called_from" -ef . ] || echo "working in $PWD"
-[[ -f $SCRIPT && -f $CONFIG ]] || fail "SCRIPT=$SCRIPT or CONFIG=$CONFIG is not a file in $PWD"
-case $LAUNCHER,$MPI_WHEEL in
-  torchrun,*) command=(.venv/bin/python "$SCRIPT" --nproc_per_node "$NPROC" --config "$CONFIG") ;;
-  mpirun,) command=(mpirun -n "$NPROC" .venv/bin/python "$SCRIPT" --config "$CONFIG") ;;
-  *) command=(.venv/bin/mpirun -n "$NPROC" .venv/bin/python "$SCRIPT" --config "$CONFIG") ;;
-esac
-read -r -d '' -a arguments <<< "$ARGS" || :    # also if it has several lines
-# Refused before it installs; once it has, the training script itself says more.
-if ! env_runs; then check_words ${arguments[@]+"${arguments[@]}"} "$@"; fi
-for word in ${arguments[@]+"${arguments[@]}"} "$@"; do    # in bash 3.2 an empty array is unset
-  case $word,${previous:-} in
-    --config* | --nproc_per_node*) fail "$word: give the config as CONFIG=..., ranks first" ;;
-    --*data*=* | data.*=* | --init_from=*) path=${word#*=} ;;
-    *,--*data* | *,--init_from) path=$word ;;
-    *) path= ;;
-  esac
-  if [ -n "$path" ] && [ -e "$called_from/$path" ]; then word=${word%"$path"}$called_from/$path; fi
-  command+=("$word") previous=$word
-done
-if [ -n "${DRY_RUN:-}" ]; then printf '%q ' "${command[@]}"; echo; exit; fi
+check_settings
+read_words "$@"        # sets `words`, those of ARGS and these
+if [ "$LAUNCHER" = torchrun ]; then
+  command=(.venv/bin/python "$SCRIPT" --nproc_per_node "$NPROC" --config "$CONFIG")
+else
+  command=("${MPI_WHEEL:+.venv/bin/}mpirun" -n "$NPROC" .venv/bin/python "$SCRIPT" --config "$CONFIG")
+fi
+command+=(${words[@]+"${words[@]}"})           # in bash 3.2 an empty array is unset
+if [ -n "${DRY_RUN:-}" ]; then
+  printf '%q ' "${command[@]}"
+  echo
+  exit
+fi
 locked make_run_env
 command -v "${command[0]}" > /dev/null || fail "LAUNCHER=$LAUNCHER, but there is no ${command[0]}."
 share_cores "$NPROC"
