@@ -484,8 +484,7 @@ class Guard:
             return
         cause = f"left with exit code {code} without cleanup_ddp"
         if code < 0:
-            hint = LIKELY_CAUSES.get(-code, "")
-            cause = f"died without a word ({signal.Signals(-code).name}{hint})"
+            cause = describe_death(-code)
         on_request = code in (-signal.SIGINT, -signal.SIGTERM)
         if self.joined:
             self.fail(code if code > 0 else 1, cause)
@@ -684,17 +683,10 @@ class Guard:
         return f"\n{paragraph}FAILED: {place}: {cause}{stop} {saved}. {advice}\n"
 
     def how_to_go_on(self):
-        """What the same command does: it goes on only where there is a checkpoint."""
         command = shlex.join(["python", *sys.orig_argv[1:]])
         command = os.environ.get("DDP_COMMAND", command)
-        where = f"({self.launcher}, {self.size} rank(s))"
-        if not self.me.checkpoint:
-            return f"The same command starts from the beginning {where}: {command}"
-        without = find_start_options(command)
-        if without:    # it would start over, or from another checkpoint
-            return (f"To go on, give the same command again without {' and '.join(without)} "
-                    f"{where}: {command}")
-        return f"To go on, give the same command again {where}: {command}"
+        does = what_the_same_command_does(command, self.me.checkpoint)
+        return f"{does} ({self.launcher}, {self.size} rank(s)): {command}"
 
     def write_status(self, verdict):
         """Write status.json in place of the rank, which cannot any more.
@@ -732,10 +724,21 @@ def say(text):
     begin(sys.stderr.write, text).join(PRINTING)
 
 
-def find_start_options(command):
-    """Options in a command which say where to start from: of these, --fresh and --resume."""
+def describe_death(number):
+    """What is told of a rank that a signal has ended, with a likely cause."""
+    return f"died without a word ({signal.Signals(number).name}{LIKELY_CAUSES.get(number, '')})"
+
+
+def what_the_same_command_does(command, checkpoint):
+    """How to go on with the same command: it does only where there is a checkpoint, and where its
+    options do not start over or from another one. checkpoint: text, or None."""
+    if not checkpoint:
+        return "The same command starts from the beginning"
     names = [word.partition("=")[0] for word in command.split()]
-    return [name for name in ("--fresh", "--resume") if name in names]
+    without = [name for name in ("--fresh", "--resume") if name in names]
+    if without:
+        return f"To go on, give the same command again without {' and '.join(without)}"
+    return "To go on, give the same command again"
 
 
 def messages(connection):
