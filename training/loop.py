@@ -165,7 +165,9 @@ def start_run(kind, config, ddp, former, bare, item_of, *,  # noqa: PLR0913  (pa
 def load_optimizer(run, state):
     """Continue with optimizer, scaler and averages of a checkpoint. Raises: ValueError."""
     try:
-        load_state(run.optimizer, state["optimizer"])
+        # In float16 the scaler skips steps, perhaps all so far.
+        has_stepped = state["step"] > 0 and not state["scaler"]
+        load_state(run.optimizer, state["optimizer"], has_stepped)
         run.scaler.load_state_dict(state["scaler"])
         if run.ema is not None:
             run.ema.load_state_dict(state["ema"])

@@ -128,29 +128,32 @@ class MuonAndAdamW:
         return {"muon": self.muon.state_dict(), "adamw": self.adamw.state_dict()}
 
     def load_state_dict(self, state):
-        load_state(self.muon, state["muon"])
-        load_state(self.adamw, state["adamw"])
+        load_state(self, state)
 
 
 # What torch's optimizers keep for a parameter, in tensors of its shape.
 KEPT = {"AdamW": ("exp_avg", "exp_avg_sq"), "Muon": ("momentum_buffer",)}
 
 
-def load_state(optimizer, state) -> None:
+def load_state(optimizer, state, has_stepped=False) -> None:
     """load_state_dict of an optimizer. Those of torch take what they are given; this refuses what
     their next step could not use.
 
+    has_stepped: the state is of an optimizer that has made a step, so it must hold moments.
     Raises: ValueError, or what load_state_dict and a state of another form raise."""
     if isinstance(optimizer, MuonAndAdamW):
-        optimizer.load_state_dict(state)
+        load_state(optimizer.muon, state["muon"], has_stepped)
+        load_state(optimizer.adamw, state["adamw"], has_stepped)
         return
+    if has_stepped and not state["state"]:
+        raise ValueError("it holds no moments; expected those of each parameter")
     names = KEPT.get(type(optimizer).__name__, ())
     for own, group in zip(optimizer.param_groups, state["param_groups"]):
         for name, value in own.items():
             if name != "params" and not is_alike(group.get(name), value):
                 raise ValueError(f"{name} is {group.get(name)!r:.60}; expected such as {value!r}")
         for parameter, number in zip(own["params"], group["params"]):
-            if number in state["state"]:   # a run of bad steps has none yet
+            if number in state["state"]:   # one that got no gradient has none
                 check_kept(names, state["state"][number], parameter)
     optimizer.load_state_dict(state)
 

@@ -104,3 +104,11 @@ def test_options_of_another_kind_are_refused(key, value):
     state["param_groups"][0][key] = value
     with pytest.raises(ValueError, match=f"{key} is "):
         load_state(optimizer, state)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_state_without_moments_is_refused_after_a_step(name):
+    optimizer, state = state_after_a_step(name)
+    state.get(name, state)["state"].clear()
+    with pytest.raises(ValueError, match="it holds no moments"):
+        load_state(optimizer, state, has_stepped=True)
