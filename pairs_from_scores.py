@@ -15,7 +15,6 @@ the loss is its difference of scores divided by the mean difference of all pairs
 weights are 1. Prints the number of pairs per structure. Wrong input ends with one message, which
 lists up to ten bad lines, and exit code 2; then nothing is written.
 """
-import argparse
 import collections
 import json
 import math
@@ -27,6 +26,7 @@ from pathlib import Path
 from mpnn.pairs import LEAST_WEIGHT
 from mpnn.tables import check_cells, read_rows, refuse_lines
 from sedd.sequences import LETTERS
+from training.config import Parser
 from training.files import write_text_atomic
 
 COLUMNS = ("pdb", "sequence", "score", "chain")
@@ -154,7 +154,7 @@ def check_output(args, designs):
 
 
 def make_parser():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False)
     add = parser.add_argument
     add("table", type=Path, help="CSV file")
     add("pairs", type=Path, help="JSON file to write")
@@ -166,8 +166,8 @@ def make_parser():
 
 
 def main(argv):
-    args = make_parser().parse_args(argv)
     try:
+        args = make_parser().parse_args(argv)
         check_options(args)
         designs = read_designs(args.table)
         check_output(args, designs)

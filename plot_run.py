@@ -6,20 +6,20 @@
 A training script draws its own at the end, where matplotlib is installed. Reads metrics.jsonl of
 each run folder. What is drawn: PANELS in training/plot.py.
 """
-import argparse
 import sys
 from pathlib import Path
 
+from training.config import Parser
 from training.plot import draw, rows_of
 
 
 def main(argv):
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder")
     parser.add_argument("--out", type=Path, help="PNG; default: curves.png in the first folder")
-    args = parser.parse_args(argv)
-    out = args.out or args.runs[0] / "curves.png"
     try:
+        args = parser.parse_args(argv)
+        out = args.out or args.runs[0] / "curves.png"
         if out.suffix.lower() != ".png":
             raise ValueError(f"found --out {out}; expected a name that ends in .png.")
         draw({str(folder): rows_of(folder) for folder in args.runs}, out)

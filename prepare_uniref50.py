@@ -49,6 +49,7 @@ from sedd.download import (PartialFile, Source, download, look_up, open_url, pro
 from sedd.prepared import FORMAT, PARTS, SETS, VERSION, check_prepared, read_meta
 from sedd.sequences import (LETTERS, N_TOKENS, Block, Proteins, ReadReport, order_words,
                             read_blocks, refuse_nothing_left, span_indices, word_spans)
+from training.config import Parser
 
 # The current release: some 13 GB, about 60 million proteins.
 UNIREF50_URL = "https://ftp.uniprot.org/pub/databases/uniprot/uniref/uniref50/uniref50.fasta.gz"
@@ -67,8 +68,8 @@ BYTES_PER_PROTEIN = 400         # most bytes of a folder per protein, on average
 
 def main(argv=None):
     """Exit code: 0 done (or done before), 2 refused or failed, 130 interrupted."""
-    args = parse(argv)
     try:
+        args = parse(argv)
         prepare(**vars(args))
         return 0
     except KeyboardInterrupt:
@@ -83,8 +84,8 @@ def main(argv=None):
 
 
 def parse(argv):
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, allow_abbrev=False,
+                    formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="folder to create")
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--url", default=UNIREF50_URL, help="a mirror (default: %(default)s)")

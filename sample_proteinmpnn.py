@@ -105,6 +105,7 @@ from mpnn.variant_tables import (Scoring, all_single_mutations, correlate_protei
                                  table_text)
 from mpnn.variants import log_probs_decoded_last
 from sedd.sequences import LETTERS, X_ID, keyed_generator, named_sequences
+from training.config import Parser
 from training.files import write_whole
 
 MAX_NOISE = 10.0        # Angstrom; published models were trained with 0.02 to 0.3
@@ -147,7 +148,7 @@ PUBLISHED_OPTIONS = {
 
 def make_parser():
     """If an option has two names, the second is that of the published tool."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description=__doc__.split("\n")[0], allow_abbrev=False,
         epilog="The top of this file explains outputs, positions and the JSON files.",
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=100))

@@ -10,10 +10,11 @@
     python sample_sedd.py best.pt --export FOLDER                      # or FILE.pth
     mpirun -n 4 python sample_sedd.py ...                              # the same, sooner
 
-CHECKPOINT is best.pt or last.pt of a run, a folder that --export made, or a file in the published
-SEDD layout. Averaged weights (EMA) are used if the file has them. Noise, graph and alphabet come
-from the checkpoint. The result goes to --out, whole or not at all, or to standard output; notes on
-the checkpoint and progress go to standard error. Wrong input ends with one message and exit code 2.
+CHECKPOINT is best.pt or last.pt of a run, the run's folder (best.pt, else last.pt), a folder that
+--export made, or a file in the published SEDD layout. Averaged weights (EMA) are used if the file
+has them. Noise, graph and alphabet come from the checkpoint. The result goes to --out, whole or not
+at all, or to standard output; notes on the checkpoint and progress go to standard error. Wrong
+input ends with one message and exit code 2.
 In a notebook:
 
     sedd = load_sedd("best.pt")
@@ -374,7 +375,8 @@ def make_parser():
     parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False,
                     epilog="See the top of this file for examples.")
     add = parser.add_argument
-    add("checkpoint", help="best.pt, last.pt, an exported folder, or a published file")
+    add("checkpoint",
+        help="best.pt, last.pt, a run folder, an exported folder, or a published file")
     add("--out", type=Path, help="file to write; default: standard output")
     add("--no_ema", action="store_true", help="use the last weights, not their averages")
     add("--bfloat16", action="store_true", help="compute in bfloat16 (autocast)")
@@ -478,7 +480,8 @@ def check_files(args):
     for path in read:
         if not path.is_file():
             raise ValueError(f"there is no file {path}.")
-    for path in (checkpoint, *checkpoint.glob("*"), *read):   # an export is a folder
+    # An export is a folder; a run's folder holds its checkpoints in one.
+    for path in (checkpoint, *checkpoint.glob("*"), *checkpoint.glob("checkpoints/*"), *read):
         for written in (out, picture_of(args)):
             if written and written.exists() and path.exists() and written.samefile(path):
                 raise ValueError(f"the result would overwrite {path}; expected another --out.")

@@ -530,7 +530,7 @@ SEVERAL_WORDS = ("mutable_positions", "mutable_ranges")   # flags with one or mo
 
 def read_arguments(argv):
     """(options, config) of a command line. Raises ValueError."""
-    parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False,
+    parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False, config=Config,
                     epilog="Examples and all config keys: train_dpo_ddp.py, training/config.py.")
     parser.add_argument("--config", help="YAML file; without it the defaults, in runs/dpo")
     for flag, key in FLAGS.items():

@@ -31,31 +31,31 @@ from typing import Any, Literal
 import torch
 
 from ddp_setup import Ddp, autocast, broadcast, stop_reason
-from training.optimizer import state_bytes
-from training.config import (CommonMemory, CommonMonitoring, CommonOptim, CommonTraining,
-                             DdpSection, Parser, check_common, check_least, load_config, refuse)
-from training.resume import (ALWAYS_NEEDED, MAY_ALWAYS_CHANGE, bring_best, check_checkpoint,
-                             check_data, count_micro_batches, start_or_continue)
-from training.folder import check_lock, take_folder
-from training.finish import finish_run, say_finished
-from training.log import open_log
-from training.meter import bad_steps_field, step_values
-from training.command_line import (add_run_arguments, exit_with, preparing, print_plan, ranks_meet,
-                                   read_command)
-from training.plan import describe_batch, describe_run, plan_head, plan_table, print_lines
-from training.precision import choose_precision, compile_blocks
+from sedd.batches import BatchPlan, BatchReader, count_rows, sum_rows, to_device
+from sedd.data import NO_DATA, load_data, missing_data, names_no_data
 from sedd.diffusion import make_graph, score_entropy_loss, stratified_times
 from sedd.evaluation import (TIME_EPS, Validation, evaluate, evaluate_start, result_lines, save,
                              write_samples)
 from sedd.fast_cpu import speed_up
-from sedd.weights import noise_of, start_from_weights, unused_noise_keys
 from sedd.model import EMA, SEDD, describe_memory
-from sedd.batches import BatchPlan, BatchReader, count_rows, sum_rows, to_device
-from sedd.data import NO_DATA, load_data, missing_data, names_no_data
 from sedd.sequences import (N_TOKENS, X_ID, apply_max_length, collate, keyed_generator, keyed_seed,
                             random_crops)
+from sedd.weights import noise_of, start_from_weights, unused_noise_keys
+from training.command_line import (add_run_arguments, exit_with, preparing, print_plan, ranks_meet,
+                                   read_command)
+from training.config import (CommonMemory, CommonMonitoring, CommonOptim, CommonTraining,
+                             DdpSection, Parser, check_common, check_least, load_config, refuse)
+from training.finish import finish_run, say_finished
+from training.folder import check_lock, take_folder
+from training.log import open_log
 from training.loop import (Run, after_step, check_alike, clip_gradient, fetch, global_gradient,
                            is_finished, open_batches, set_learning_rate, start_run, step_optimizer)
+from training.meter import bad_steps_field, step_values
+from training.optimizer import state_bytes
+from training.plan import describe_batch, describe_run, plan_head, plan_table, print_lines
+from training.precision import choose_precision, compile_blocks
+from training.resume import (ALWAYS_NEEDED, MAY_ALWAYS_CHANGE, bring_best, check_checkpoint,
+                             check_data, count_micro_batches, start_or_continue)
 
 
 # ---------------------------------------------------------------- config
@@ -126,7 +126,7 @@ class Memory(CommonMemory):
 @dataclass
 class Monitoring(CommonMonitoring):
     sample_frequency: int = 0            # steps between sampled proteins; 0 = only at the end
-    n_samples: int = 8
+    n_samples: int = 8                   # proteins to sample; 0 = none
     sample_steps: int = 128
     predictor: Literal["euler", "analytic"] = "analytic"
 
@@ -181,7 +181,7 @@ def check_config(config):
         "training": dict(tokens_per_batch=1, eval_samples=1), "optim": dict(ema=0),
         "model": dict(hidden_size=1, n_blocks=1, n_heads=1, cond_dim=1, init_logits=0),
         "data": dict(max_length=1, min_length=1, demo_proteins=1),
-        "monitoring": dict(sample_frequency=0, n_samples=1, sample_steps=1)}))
+        "monitoring": dict(sample_frequency=0, n_samples=0, sample_steps=1)}))
 
 
 # ---------------------------------------------------------------- loss
@@ -477,7 +477,7 @@ def plan_memory(config, positions):
 # ---------------------------------------------------------------- main
 def read_arguments(argv):
     """(options, config) of a command line. Raises ValueError."""
-    parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False,
+    parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False, config=Config,
                     epilog="Examples: top of this file. Keys: Config there, training/config.py.")
     parser.add_argument("--config", required=True, help="YAML file")
     parser.add_argument("--data", "--datafile", dest="data",

@@ -12,12 +12,13 @@ import torch
 
 import train_dpo_ddp as dpo
 import train_sedd_ddp as sedd
-from ddp_setup import barrier, broadcast, choose_dtype
+from ddp_setup import BAD_INPUT, barrier, broadcast, choose_dtype
 from mpnn.reference import make_tables
 from sedd.data import names_no_data
 from sedd.prepared import FORMAT, PARTS, SETS, VERSION
 from sedd.sequences import LETTERS, N_TOKENS, X_ID, sequence_keys
 from training.command_line import add_launch_arguments, started_ranks
+from training.config import Parser
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 SCRIPTS = {"sedd": (sedd, "sedd_cpu.yaml"), "dpo": (dpo, "dpo_demo.yaml")}
@@ -27,6 +28,13 @@ PROTEINS_AT_ONCE = 250_000  # that are made in memory before they are written
 
 
 # ---- command line ----
+
+class CommandParser(Parser):
+    """A Parser whose errors are printed and end the process, for one that is not yet a rank."""
+
+    def error(self, message):
+        self.exit(BAD_INPUT, f"{self.prog}: error: {self.message(message)}\n")
+
 
 def read_options(parser, argv):
     """Options of a benchmark whose ranks a launcher may start, or --nproc_per_node. Numbers below

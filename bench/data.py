@@ -3,7 +3,6 @@
     python -m bench data --proteins 60000000 --folder /tmp  # plan, read 17 GB of random data
     mpirun -n 2 python -m bench data                        # only train from such data, 2 ranks
 """
-import argparse
 import concurrent.futures
 import math
 import multiprocessing
@@ -16,8 +15,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bench.common import (CONFIGS, add_folder, check_folder, measure_the_cpu_by_default,
-                          read_options, run_on_ranks, shared_folder, write_prepared)
+from bench.common import (CONFIGS, CommandParser, add_folder, check_folder,
+                          measure_the_cpu_by_default, read_options, run_on_ranks, shared_folder,
+                          write_prepared)
 from ddp_setup import all_sum, barrier, print0, wrap_ddp
 from sedd.batches import BatchReader, sum_rows
 from sedd.diffusion import make_graph, make_noise
@@ -199,8 +199,8 @@ def train_from_both(args, folder, ddp):
 
 
 def main(argv):
-    parser = argparse.ArgumentParser(prog="python -m bench data", allow_abbrev=False,
-                                     description=__doc__.split("\n")[0])
+    parser = CommandParser(prog="python -m bench data", allow_abbrev=False,
+                           description=__doc__.split("\n")[0])
     parser.add_argument("--proteins", type=int, default=2_000_000,
                         help="number of random proteins (60000000: 17 GB)")
     parser.add_argument("--steps", type=int, default=60, help="steps of each training")

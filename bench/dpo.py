@@ -6,7 +6,6 @@
 
 bfloat16 is measured where the processor computes in it. Leaves no files.
 """
-import argparse
 import copy
 import statistics
 import tempfile
@@ -20,7 +19,8 @@ import torch.nn.functional as F
 
 import mpnn.fast_cpu
 import train_dpo_ddp as dpo
-from bench.common import computes_in_bfloat16, now, read_options, run_on_one_rank, say
+from bench.common import (CommandParser, computes_in_bfloat16, now, read_options,
+                          run_on_one_rank, say)
 from mpnn.batches import PairPlan, collate, collate_complexes
 from mpnn.demo import PHI_PSI, build_backbone
 from mpnn.model import ATOMS, PAIRS, random_proteinmpnn
@@ -363,8 +363,8 @@ def made_pairs(path):
 
 
 def main(argv):
-    parser = argparse.ArgumentParser(prog="python -m bench dpo", allow_abbrev=False,
-                                     description=__doc__.split("\n")[0])
+    parser = CommandParser(prog="python -m bench dpo", allow_abbrev=False,
+                           description=__doc__.split("\n")[0])
     parser.add_argument("--pairs", type=Path, help="file of preference pairs, as for "
                         "train_dpo_ddp.py; default: random pairs of a made structure")
     parser.add_argument("--repeats", type=int, default=5)

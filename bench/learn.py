@@ -9,7 +9,6 @@ in the same order, and are validated on the same proteins, each under its own no
 runs are ordinary runs in --folder: the same command resumes a stopped bench, and does not repeat
 finished runs.
 """
-import argparse
 import contextlib
 import io
 import itertools
@@ -18,7 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.common import CONFIGS, read_options, run_on_ranks, use_demo_proteins
+from bench.common import (CONFIGS, CommandParser, read_options, run_on_ranks,
+                          use_demo_proteins)
 from ddp_setup import AGAIN, broadcast, print0
 from training.config import load_config
 from training.log import read_rows
@@ -115,8 +115,8 @@ def numbers(text):
 
 
 def main(argv):
-    parser = argparse.ArgumentParser(prog="python -m bench learn", allow_abbrev=False,
-                                     description=__doc__.split("\n")[0])
+    parser = CommandParser(prog="python -m bench learn", allow_abbrev=False,
+                           description=__doc__.split("\n")[0])
     parser.add_argument("--data", help="proteins; default: demo proteins")
     parser.add_argument("--config", default=CONFIGS / "sedd_cpu.yaml")
     parser.add_argument("--steps", type=int, default=1500)

@@ -4,15 +4,14 @@
     python -m bench save --folder /lus/flare/projects/X     # on that file system
     mpirun -n 4 python -m bench save configs/sedd_cpu.yaml  # rank 0 reads and sends to others
 """
-import argparse
 import statistics
 import time
 from pathlib import Path
 
 import torch
 
-from bench.common import (CONFIGS, add_folder, check_folder, read_options, run_on_ranks,
-                          shared_folder)
+from bench.common import (CONFIGS, CommandParser, add_folder, check_folder, read_options,
+                          run_on_ranks, shared_folder)
 from ddp_setup import broadcast, load_checkpoint, print0, save_checkpoint
 from sedd.diffusion import make_graph
 from sedd.model import EMA
@@ -72,8 +71,8 @@ def seconds(function, repeats):
 
 
 def main(argv):
-    parser = argparse.ArgumentParser(prog="python -m bench save", allow_abbrev=False,
-                                     description=__doc__.split("\n")[0])
+    parser = CommandParser(prog="python -m bench save", allow_abbrev=False,
+                           description=__doc__.split("\n")[0])
     parser.add_argument("configs", nargs="*", type=Path, help="default: configs/sedd_*.yaml")
     parser.add_argument("--repeats", type=int, default=5)
     add_folder(parser)

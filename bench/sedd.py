@@ -9,7 +9,6 @@ boolean indexing in the loss; AdamW and EMA tensor by tensor; proteins padded to
 the whole step of train_sedd_ddp.py, from batch plan to EMA. In float32, and in bfloat16 where the
 processor computes in it. On a CPU with one thread, in CPU seconds. Leaves no files.
 """
-import argparse
 import contextlib
 import copy
 import io
@@ -22,8 +21,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from bench.common import (computes_in_bfloat16, made_lengths, now, read_options, run_on_one_rank,
-                          say, write_made_fasta)
+from bench.common import (CommandParser, computes_in_bfloat16, made_lengths, now, read_options,
+                          run_on_one_rank, say, write_made_fasta)
 from ddp_setup import autocast
 from sedd.batches import to_device
 from sedd.sequences import X_ID
@@ -264,8 +263,8 @@ class PlainSteps:
 
 
 def main(argv):
-    parser = argparse.ArgumentParser(prog="python -m bench sedd", allow_abbrev=False,
-                                     description=__doc__.split("\n")[0])
+    parser = CommandParser(prog="python -m bench sedd", allow_abbrev=False,
+                           description=__doc__.split("\n")[0])
     parser.add_argument("--data", help="proteins; default: random ones with the lengths of "
                                        "UniRef50")
     parser.add_argument("--repeats", type=int, default=5)

@@ -715,6 +715,10 @@ def load_proteinmpnn(path: str, dropout: float = 0.0) -> ProteinMPNN:
     Returns: the model, on the CPU, in float32 and training mode.
     Raises: ValueError naming the file and what is wrong.
     """
+    best = os.path.join(path, "best_model.pt")
+    if os.path.isfile(best):
+        raise ValueError(f"{path} is a folder; expected a file of ProteinMPNN weights, such as "
+                         f"{best}.")
     if not os.path.isfile(path):
         raise ValueError(f"There is no file {path}; expected ProteinMPNN weights. {PUBLISHED}")
     if str(path).endswith((".pkl", ".pickle")) and not zipfile.is_zipfile(path):
@@ -822,7 +826,7 @@ def checkpoint_fields(checkpoint, name):
         found = [f"a {type(checkpoint).__name__}"]
     if not set(keys) <= set(found):
         raise ValueError(f"{name} holds {', '.join(found[:8])}; expected {', '.join(keys)}, as "
-                         f"best_model.pt of a run does. {PUBLISHED}")
+                         f"best_model.pt of a run does. {advice_on(checkpoint, name)}")
     num_edges, noise_level, weights = (checkpoint[key] for key in keys)
     is_right = type(num_edges) is int and num_edges >= 1
     is_right = is_right and type(noise_level) in (int, float) and 0 <= noise_level <= MAX_NOISE
@@ -834,6 +838,24 @@ def checkpoint_fields(checkpoint, name):
                          "Angstrom, and a dict of dense floating-point tensors by name.")
     weights = {key.removeprefix("module."): value for key, value in weights.items()}
     return num_edges, noise_level, weights
+
+
+def advice_on(checkpoint, name):
+    """What to do with a file that is no ProteinMPNN weights: for those of this project, their use.
+    """
+    weights = None
+    if isinstance(checkpoint, dict):
+        weights = checkpoint.get("model", checkpoint)
+    names = set()
+    if isinstance(weights, dict):
+        names = {str(key).removeprefix("module.") for key in weights}
+    if "vocab_embed.embedding" in names:
+        return "It is a SEDD model: sample_sedd.py and train_sedd_ddp.py take it."
+    if "W_e.weight" in names:
+        folder = os.path.dirname(os.path.dirname(os.path.abspath(name)))
+        return ("It is a checkpoint that train_dpo_ddp.py resumes from; its weights are "
+                f"{os.path.join(folder, 'latest_model.pt')}, and the best best_model.pt there.")
+    return PUBLISHED
 
 
 def is_weight(item):

@@ -251,7 +251,7 @@ def sample_proteins(model, config, graph, noise,   # noqa: PLR0913  (the fields 
 
 def write_samples(run, ddp):
     """Sample proteins with the averaged weights, on rank 0, into samples/step_N.fasta."""
-    if not ddp.is_main:
+    if not ddp.is_main or not run.config.monitoring.n_samples:
         return
     step = run.progress["step"]
     with run.ema.applied(run.bare):
@@ -293,7 +293,9 @@ def result_lines(result, progress, folder):
     if best["step"] == 0:
         lines.append("  ATTENTION: no evaluation was better than that of the initial weights, so "
                      "best.pt\n    holds these")
-    return [*lines,
-            f"  weights   {checkpoints / 'best.pt'} (step {best['step']:,}{bound}) and last.pt",
-            f"  samples   {folder / 'samples'}/step_{result['step']}.fasta",
-            f"  metrics   {folder / 'metrics.jsonl'}"]
+    lines.append(f"  weights   {checkpoints / 'best.pt'} (step {best['step']:,}{bound}) and "
+                 "last.pt")
+    samples = folder / "samples" / f"step_{result['step']}.fasta"
+    if samples.exists():   # there are none with monitoring.n_samples=0
+        lines.append(f"  samples   {samples}")
+    return [*lines, f"  metrics   {folder / 'metrics.jsonl'}"]

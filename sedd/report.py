@@ -18,7 +18,6 @@ nearest sequence of the reference. They do not show whether the proteins fold or
   is none. By chance: the same for the letters of the sequence in random order, same stretch.
 - Difference among samples: 1 - shared / all 5-mers of two samples, mean over pairs; 0: the same.
 """
-import argparse
 import itertools
 import math
 import sys
@@ -28,6 +27,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from training.config import Parser
 from training.files import write_whole
 from sedd.sequences import AMINO_ACIDS, encode, named_sequences
 
@@ -247,12 +247,12 @@ def draw(ours, theirs, novelty, path):
 
 
 def main(argv):
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("samples", type=Path, help="FASTA file")
     parser.add_argument("reference", type=Path, help="FASTA file")
     parser.add_argument("--picture", type=Path, help="PNG to draw")
-    args = parser.parse_args(argv)
     try:
+        args = parser.parse_args(argv)
         if args.picture and args.picture.suffix.lower() != ".png":
             raise ValueError(f"found --picture {args.picture}; expected a name that ends in .png.")
         for path in (args.samples, args.reference):

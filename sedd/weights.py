@@ -63,13 +63,14 @@ def load_sedd(path, ema=True, device="cpu", expected=None):
     """The Sedd in a checkpoint, an exported folder, or a file in the published layout.
 
     Args:
+        path: of such a file or folder, or a run folder, of which best.pt is taken, else last.pt.
         ema: take the averaged weights if the file has them.
         device: where the model goes.
         expected: sections {"model", "graph"} of a config, as dicts, which must equal those of the
             file in the keys of WEIGHTS_DEPEND_ON; None: any are accepted.
     Raises: ValueError, naming all that does not fit, or OSError.
     """
-    path = Path(path)
+    path = file_of(Path(path))
     state, saved = read_weights(path)
     check_settings(path, saved, state)
     config = {name: saved["config"][name] for name in ("model", "graph", "noise")}
@@ -96,11 +97,41 @@ def load_sedd(path, ema=True, device="cpu", expected=None):
                 about=about, notes=tuple(notes))
 
 
+def file_of(path):
+    """The path itself, or the best checkpoint of a run folder. Raises ValueError if there is none.
+    """
+    if path.is_dir() and not (path / "config.json").exists():
+        found = checkpoint_in(path)
+        if found is None and (path / "latest_model.pt").exists():
+            raise ValueError(f"{path} is a run folder of train_dpo_ddp.py, so it holds a "
+                             "ProteinMPNN; expected one of train_sedd_ddp.py. To draw sequences "
+                             f"with it: sample_proteinmpnn.py {path}/best_model.pt STRUCTURE.")
+        if found is None:
+            raise ValueError(f"{path} is a folder without config.json, best.pt and last.pt; "
+                             "expected a run folder of train_sedd_ddp.py that has come to a "
+                             "checkpoint, or a folder made by --export.")
+        return found
+    if not path.exists():
+        found = checkpoint_in(path.parent)
+        advice = f" There is {found}: give that." if found else ""
+        raise ValueError(f"there is no {path}; expected a checkpoint of train_sedd_ddp.py, an "
+                         f"exported folder, or a file in the published layout.{advice}")
+    return path
+
+
+def checkpoint_in(folder):
+    """Path of the best SEDD checkpoint of a run folder, or in its folder checkpoints; or None."""
+    if (folder / "latest_model.pt").exists():   # of DPO, which resumes from another last.pt
+        return None
+    for place in (folder / "checkpoints", folder):
+        for name in ("best.pt", "last.pt", "last-1.pt"):
+            if (place / name).is_file():
+                return place / name
+    return None
+
+
 def read_weights(path):
     """(what load_official takes, the settings) of a file or folder, both dicts."""
-    if not path.exists():
-        raise ValueError(f"there is no {path}; expected a checkpoint of train_sedd_ddp.py, an "
-                         "exported folder, or a file in the published layout.")
     if path.is_dir():
         return read_export(path)
     if not path.is_file():   # to read a pipe or a device may never end
@@ -207,10 +238,22 @@ def read_file(path):
     weights = state.get("model", state) if isinstance(state, dict) else {}
     embedding = "vocab_embed.embedding"
     if not isinstance(weights, dict) or not {embedding, f"module.{embedding}"} & weights.keys():
+        other = ""
+        if is_proteinmpnn(state):
+            other = (" It holds a ProteinMPNN, which train_dpo_ddp.py and sample_proteinmpnn.py "
+                     "take.")
         raise ValueError(f"{path} holds no SEDD model, as it has no {embedding}. Expected a "
                          "checkpoint of train_sedd_ddp.py, an exported folder, or the published "
-                         "layout.")
+                         f"layout.{other}")
     return state
+
+
+def is_proteinmpnn(state):
+    """Whether a file of torch.save holds a ProteinMPNN, published or of train_dpo_ddp.py."""
+    if not isinstance(state, dict):
+        return False
+    weights = state.get("model_state_dict", state.get("model"))
+    return isinstance(weights, dict) and "W_e.weight" in weights
 
 
 def published_config(path, state):
@@ -251,8 +294,8 @@ def read_export(folder):
     try:
         settings = json.loads(read_text(folder / "config.json"))
     except FileNotFoundError:
-        raise ValueError(f"{folder} holds no config.json. Expected a folder made by --export; "
-                         "for a run folder, give checkpoints/best.pt in it.") from None
+        raise ValueError(f"{folder} holds no config.json. Expected a folder made by "
+                         "--export.") from None
     except (ValueError, RecursionError, OSError) as e:
         raise ValueError(f"{folder / 'config.json'} is no JSON ({e}). Expected a folder made by "
                          "--export.") from None

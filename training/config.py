@@ -32,6 +32,8 @@ import difflib
 import json
 import math
 import reprlib
+import re
+import sys
 import types
 import typing
 from dataclasses import dataclass
@@ -80,11 +82,27 @@ def load_config(cls, path=None, overrides=(), flags=None):
         _put(raw, dotted, value, origins[dotted])
     problems = []
     config = _make_section(cls, raw, "", str(path or "configuration"), origins, cls, problems)
+    other = other_script(raw, cls)
+    if problems and other:
+        raise ValueError(f"{path or 'the command line'} gives keys of {other}, such as "
+                         f"{', '.join(_keys_of_other(raw, cls, other)[:4])}; expected those of "
+                         f"this script. Give it to {other}, or give another --config here (or "
+                         "another run folder, if the file is in one).")
     if len(problems) > MOST_LISTED:
         problems[MOST_LISTED:] = [f"and {len(problems) - MOST_LISTED:,} more problems."]
     if problems:
         raise ValueError("\n".join(problems))
     return config
+
+
+def other_script(nested, cls) -> str:
+    """Name of the other training script, if a configuration has several of its keys; else "".
+
+    nested: {section: {key: value}} of a configuration. cls: the dataclass of this script."""
+    for script in KEYS_OF:
+        if len(_keys_of_other(nested, cls, script)) > 1:
+            return script
+    return ""
 
 
 def config_to_dict(config) -> dict:
@@ -136,13 +154,61 @@ def dump_yaml(config) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are ValueErrors."""
+    """An argument parser whose errors are ValueErrors, with what a misspelled option may mean."""
+
+    def __init__(self, *args, config=None, **options):
+        """config: the dataclass whose keys the command line sets with section.key=value, if any."""
+        super().__init__(*args, **options)
+        self.config_keys = _names(config) if config else []
+        self.given = []     # the arguments that are parsed
+
+    def parse_args(self, args=None, namespace=None):
+        self.given = sys.argv[1:] if args is None else args
+        return super().parse_args(args, namespace)
+
+    def parse_intermixed_args(self, args=None, namespace=None):
+        self.given = sys.argv[1:] if args is None else args
+        return super().parse_intermixed_args(args, namespace)
 
     def error(self, message):   # not printed here, where each of the ranks would print it
-        raise ValueError(f"command line: {message}. See --help.")
+        raise ValueError(f"command line: {self.message(message)}")
+
+    def message(self, found):
+        """A message of argparse, what unknown options may mean, and where all are listed."""
+        return f"{found.removesuffix('.')}.{self.advice()} See --help."
+
+    def advice(self):
+        """What unknown options may mean, as a sentence for each; "" if none is like another."""
+        known = re.findall(r"(?<![\w-])--?[A-Za-z]\w*", self.format_help())
+        sentences = []
+        for word in self.given:
+            name = word.partition("=")[0]
+            if name == "--":    # what follows is no option
+                break
+            if not re.match("--?[A-Za-z]", name) or name in known:
+                continue
+            plain = name.strip("-").replace("-", "_")
+            keys = [f"{key}=VALUE" for key in self.config_keys if f".{key}".endswith(f".{plain}")]
+            near = difflib.get_close_matches(f"--{plain}", known, 1)
+            if keys and near != [f"--{plain}"]:
+                near = keys
+            if near:
+                sentences.append(f" Did you mean {near[0]}, not {name}?")
+        return "".join(dict.fromkeys(sentences))
 
 
 # ---- keys and limits that all training scripts share ----
+
+# Keys by which a config shows for which script it is. Others mean something in both, or are rare.
+KEYS_OF = {
+    "train_sedd_ddp.py": ("graph", "noise", "model.hidden_size", "model.n_blocks", "model.n_heads",
+                          "model.cond_dim", "data.file", "data.demo_proteins", "data.min_length",
+                          "training.tokens_per_batch", "training.eval_samples", "optim.ema",
+                          "monitoring.n_samples", "monitoring.sample_steps"),
+    "train_dpo_ddp.py": ("model.base_model_name", "model.base_model_dir", "loss.name",
+                         "loss.beta", "loss.order", "data.train_data", "data.val_data",
+                         "data.demo_structures", "data.demo_pairs", "monitoring.n_designs")}
+
 
 @dataclass
 class CommonTraining:
@@ -361,6 +427,13 @@ def _types(cls):
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
+def _keys_of_other(nested, cls, script):
+    """Keys of KEYS_OF[script] that a configuration has, and the dataclass cls has not."""
+    given = {*nested, *config_items(nested)}
+    known = {*_types(cls), *_names(cls)}
+    return [key for key in KEYS_OF[script] if key in given - known]
+
+
 def _names(cls, prefix=""):
     """Dotted names of all keys, including those in sections."""
     names = []
@@ -384,6 +457,9 @@ def _unknown(root, cls, key, prefix, where):
     candidates |= {name: prefix + name for name in here}
     near = difflib.get_close_matches(str(key), candidates, 1)
     advice = f"Did you mean {candidates[near[0]]!r}?" if near else f"Known here: {', '.join(here)}."
+    for script, keys in KEYS_OF.items():
+        if prefix + str(key) in keys:
+            advice = f"It is a key of {script}."
     kind = "key" if prefix else "section or key"
     return f"{where}: unknown {kind} {prefix + str(key)!r}. {advice}"
 

@@ -18,7 +18,8 @@ from typing import NamedTuple
 import torch
 
 from ddp_setup import broadcast, load_checkpoint, print0, save_checkpoint
-from training.config import config_differences, config_items, config_to_dict, load_config
+from training.config import (config_differences, config_items, config_to_dict, load_config,
+                             other_script)
 from training.files import write_whole
 from training.folder import MARKS, RunLock, check_lock, names_in, refuse_unwritable
 from training.log import MOST_STEPS, is_step, rows_up_to
@@ -73,6 +74,7 @@ def start_or_continue(config, ddp, work_dir, resume, fresh, may_change, per_host
         return Former(None, None)
     state = load_checkpoint(path, ddp)
     check_fields(ddp.state.checkpoint, state)
+    refuse_other_script(ddp.state.checkpoint, state, config)
     return Former(ddp.state.checkpoint, state)   # last-1.pt, where last.pt is damaged
 
 
@@ -90,6 +92,14 @@ def check_fields(path, state) -> None:
         raise ValueError(f"{path} has values that cannot be: {'; '.join(problems)}; expected what "
                          "this training script saves. Give an older checkpoint (--resume), or "
                          "--fresh to start over.")
+
+
+def refuse_other_script(path, state, config) -> None:
+    """Raise ValueError, naming it, if the other training script saved this checkpoint."""
+    other = other_script(state.get("config", {}), type(config))
+    if other:
+        raise ValueError(f"{path} is a checkpoint of {other}; expected one of this script. Give it "
+                         f"to {other}, or give another --work_dir or --resume here.")
 
 
 def is_positive(value):

@@ -432,3 +432,10 @@ def test_every_large_layer_of_a_model_that_was_sped_up_may_take_onednn():
     plain = [name for name, module in model.named_modules()
              if type(module) in (torch.nn.Linear, BlockLinear)]
     assert plain == []
+
+
+@pytest.mark.parametrize("name, advice", [("vocab_embed.embedding", "a SEDD model"),
+                                          ("W_e.weight", "latest_model.pt")])
+def test_a_checkpoint_that_holds_no_weights_for_it_says_what_it_is(name, advice):
+    with pytest.raises(ValueError, match=advice):
+        from_checkpoint({"model": {name: torch.zeros(1)}}, name="runs/x/checkpoints/last.pt")

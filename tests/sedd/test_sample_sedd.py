@@ -276,7 +276,7 @@ def test_what_is_no_model_is_refused(checkpoint, tmp_path, capsys, extras):
     torch.save({"model": {"a": torch.zeros(1)}}, tmp_path / "other.pt")
     for name, expected in (("code.pt", "cannot read"), ("other.pt", "holds no SEDD model"),
                            ("nan.pt", "nan or infinite numbers, first"),
-                           ("absent.pt", "there is no "), ("", "give checkpoints/best.pt")):
+                           ("absent.pt", "there is no "), ("", "expected a run folder")):
         said = refused(capsys, tmp_path / name)
         assert expected in said and "weights_only" not in said   # torch advises to do without
     pytest.importorskip("safetensors")

@@ -581,6 +581,12 @@ def test_validation_and_samples_are_those_of_the_averaged_weights(fasta, tmp_pat
     assert re.sub("[A-Z]", "A", parts) == re.sub("[A-Z]", "A", live_samples)
 
 
+def test_no_samples_are_drawn_where_none_are_asked_for(fasta, tmp_path):
+    config = tiny(fasta, training__n_iters=1, monitoring__n_samples=0)
+    train(prepare(config, Ddp(), tmp_path / "w"), Ddp())
+    assert not (tmp_path / "w" / "samples").exists()
+
+
 def test_the_learning_rate_is_not_scaled_beyond_the_data_there_is(fasta, tmp_path, capsys):
     config = tiny(fasta, optim__scale="linear", optim__base_global_batch=2, optim__warmup=0,
                   training__accum=1, training__batch_size=240, data__val_fraction=0.01)

@@ -103,3 +103,30 @@ def test_a_packed_file_that_unpacks_to_more_than_its_bytes_is_refused(tmp_path):
         archive.writestr("archive/data/x", bytes(10_000_000))
     with pytest.raises(ValueError, match="unpacks to"):
         load_sedd(path)
+
+
+@pytest.mark.parametrize("saved, taken", [(["best.pt", "last.pt"], "best.pt"),
+                                          (["last.pt"], "last.pt")])
+def test_of_a_run_folder_the_best_checkpoint_there_is_is_taken(tmp_path, saved, taken):
+    (tmp_path / "checkpoints").mkdir()
+    for name in saved:
+        write_checkpoint(tmp_path / "checkpoints" / name, "absorb")
+    assert load_sedd(tmp_path).notes[0].startswith(f"{tmp_path / 'checkpoints' / taken}:")
+
+
+def test_a_missing_checkpoint_names_the_one_that_is_there(tmp_path):
+    write_checkpoint(tmp_path / "last.pt", "absorb")
+    with pytest.raises(ValueError, match=f"There is {tmp_path / 'last.pt'}: give that"):
+        load_sedd(tmp_path / "best.pt")
+
+
+def test_a_run_folder_of_dpo_names_the_script_that_draws_with_it(tmp_path):
+    (tmp_path / "latest_model.pt").touch()
+    with pytest.raises(ValueError, match="sample_proteinmpnn.py"):
+        load_sedd(tmp_path)
+
+
+def test_weights_of_a_proteinmpnn_are_named(tmp_path):
+    torch.save({"model_state_dict": {"W_e.weight": torch.zeros(1)}}, tmp_path / "best_model.pt")
+    with pytest.raises(ValueError, match="It holds a ProteinMPNN"):
+        load_sedd(tmp_path / "best_model.pt")

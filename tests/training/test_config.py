@@ -1,13 +1,18 @@
 """Configuration: what YAML and the command line may say; all else is refused where it stands."""
 
+import re
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Literal, Optional
 
 import pytest
 
-from training.config import (CommonMemory, CommonMonitoring, CommonOptim, CommonTraining,
-                             DdpSection, check_common, check_least, load_config, refuse)
+import train_dpo_ddp
+import train_sedd_ddp
+from conftest import ROOT
+from training.config import (KEYS_OF, CommonMemory, CommonMonitoring, CommonOptim, CommonTraining,
+                             DdpSection, Parser, check_common, check_least, config_items,
+                             config_to_dict, load_config, refuse)
 
 
 @dataclass
@@ -216,3 +221,46 @@ def test_a_value_that_would_print_without_end_is_cut(tmp_path):
 def test_of_many_problems_the_first_are_listed(tmp_path):
     with pytest.raises(ValueError, match="and 80 more problems"):
         load(tmp_path, "".join(f"k{k}: 1\n" for k in range(100)))
+
+
+def test_a_config_of_the_other_script_is_refused_by_its_name():
+    with pytest.raises(ValueError, match="keys of train_dpo_ddp.py"):
+        load_config(train_sedd_ddp.Config, ROOT / "configs" / "dpo.yaml")
+
+
+def test_a_key_of_the_other_script_is_told_to_be_its():
+    with pytest.raises(ValueError, match="a key of train_sedd_ddp.py"):
+        load_config(train_dpo_ddp.Config, None, ["model.n_blocks=1"])
+
+
+@pytest.mark.parametrize("script, other", [(train_sedd_ddp, train_dpo_ddp),
+                                           (train_dpo_ddp, train_sedd_ddp)])
+def test_the_keys_that_tell_a_script_are_of_it_alone(script, other):
+    own = config_to_dict(script.Config())
+    names = {*own, *config_items(own)}
+    foreign = config_to_dict(other.Config())
+    telling = {*KEYS_OF[f"{script.__name__}.py"]}
+    assert telling <= names
+    assert not telling & {*foreign, *config_items(foreign)}
+
+
+@pytest.mark.parametrize("argv, advice", [
+    (["--dta", "my.fasta"], "Did you mean --data, not --dta?"),
+    (["-data", "my.fasta"], "Did you mean --data, not -data?"),
+    (["--work-dir=x"], "Did you mean --work_dir, not --work-dir?"),
+    (["--lr", "1"], "Did you mean optim.lr=VALUE, not --lr?"),
+    (["--optim.lr=1"], "Did you mean optim.lr=VALUE, not --optim.lr?")])
+def test_a_misspelled_option_gets_a_suggestion(argv, advice):
+    parser = Parser(allow_abbrev=False, config=Config)
+    parser.add_argument("--data")
+    parser.add_argument("--work_dir")
+    with pytest.raises(ValueError, match=re.escape(advice)):
+        parser.parse_args(argv)
+
+
+def test_an_option_like_no_other_gets_no_suggestion():
+    parser = Parser(allow_abbrev=False)
+    parser.add_argument("--data")
+    with pytest.raises(ValueError) as caught:
+        parser.parse_args(["--zzz", "1"])
+    assert "Did you mean" not in str(caught.value)

@@ -12,7 +12,7 @@ from training.config import CommonTraining, config_to_dict
 from training.log import RunLog
 from training.resume import (Former, check_checkpoint, check_data, check_fields, copy_best,
                              count_micro_batches, find_checkpoint, hash_of, machine_differences,
-                             save_run)
+                             refuse_other_script, save_run)
 
 
 @dataclasses.dataclass
@@ -170,3 +170,9 @@ def test_the_rows_up_to_a_checkpoint_are_on_the_disk_before_it(tmp_path, disk_ca
     save_run(run, log, Ddp(), "last.pt")
     log.close()
     assert disk_calls[0] == ("fsync", (tmp_path / "metrics.jsonl").read_bytes())
+
+
+def test_a_checkpoint_of_the_other_script_is_refused_by_its_name():
+    state = {"config": {"model": {"base_model_name": "v_48_020"}, "loss": {"beta": 0.1}}}
+    with pytest.raises(ValueError, match="a checkpoint of train_dpo_ddp.py"):
+        refuse_other_script("last.pt", state, Config())
