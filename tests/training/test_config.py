@@ -9,7 +9,7 @@ import pytest
 
 import train_dpo_ddp
 import train_sedd_ddp
-from conftest import ROOT
+from launchers import ROOT
 from training.config import (KEYS_OF, CommonMemory, CommonMonitoring, CommonOptim, CommonTraining,
                              DdpSection, Parser, check_common, check_least, config_items,
                              config_to_dict, load_config, refuse)
