@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from subprocess import PIPE
+from types import SimpleNamespace
 
 import pytest
 
@@ -427,3 +428,12 @@ while "goes on without it" not in open("stderr").read():
 """, tmp_path, before=(), cwd=tmp_path, stderr=stderr)
     assert (done.returncode, done.stdout) == (code, "to the end\n" * (code == 0))
     assert "FAILED" not in (tmp_path / "stderr").read_text()
+
+
+def test_a_status_is_on_the_disk_before_it_has_its_name(tmp_path, disk_calls):
+    me = Rank(0, "n0", 0.0)
+    me.run_dir = str(tmp_path)
+    guard = SimpleNamespace(me=me, size=1)
+    ddp_guard.Guard.write_status(guard, me.blame(70, "no progress"))
+    status = tmp_path / "status.json"
+    assert disk_calls == [("fsync", status.read_bytes()), ("rename", status)]

@@ -238,6 +238,19 @@ def test_analytic_sampling_of_one_residue_is_exact(graph_name, steps, eps):
     assert ((found - p0).abs() <= 4 * (p0 * (1 - p0) / B).sqrt() + 3e-5).all()
 
 
+def test_an_euler_step_has_the_rate_of_its_beginning():
+    graph = make_graph("absorb", 20)
+    noise = make_noise("geometric", sigma_min=0.1, sigma_max=1.0)
+    B = 40_000
+    seen = []
+    sample(lambda xt, sigma: torch.full((B, 1, 21), math.log(0.02)), graph, noise, (B, 1), 4,
+           "euler", generator=seeded(), on_step=lambda step, xt: seen.append(xt))
+    _, rate = noise(torch.ones((), dtype=torch.float64))
+    share = float(rate) / 4 * 20 * 0.02     # of 20 letters with the score 0.02
+    found = float((seen[0] != graph.mask_id).double().mean())
+    assert found == pytest.approx(share, abs=4 * (share * (1 - share) / B) ** 0.5)
+
+
 @BOTH_GRAPHS
 @PREDICTORS
 def test_sampling_with_the_exact_score_gives_the_joint_distribution(graph_name, predictor):

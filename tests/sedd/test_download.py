@@ -161,6 +161,12 @@ def test_the_same_call_after_the_end_asks_for_nothing_but_another_source_is_down
     assert web.path.read_bytes() == DATA
 
 
+def test_a_file_is_on_the_disk_before_it_has_its_name(web, disk_calls):
+    get(web)
+    renamed = disk_calls.index(("rename", web.path))
+    assert ("fsync", DATA) in disk_calls[:renamed]
+
+
 def test_a_url_is_prepared_with_its_release_and_downloaded_once(web, tmp_path, monkeypatch):
     data = gzip.compress("".join(f">{n}\nMKV{n * 'A'}\n" for n in range(50)).encode(), mtime=0)
     web.files = {FILE: data, LISTING: metalink(hashlib.md5(data).hexdigest(), len(data))}

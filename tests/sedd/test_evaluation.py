@@ -8,9 +8,10 @@ import torch
 
 from ddp_setup import Ddp
 from sedd.diffusion import make_graph, make_noise
-from sedd.evaluation import Validation, result_lines
-from sedd.sequences import N_TOKENS, Proteins
+from sedd.evaluation import Validation, evaluate, result_lines, sample_proteins
+from sedd.sequences import N_TOKENS, X_ID, Proteins
 from sedd_cases import TrueScores
+from toy_run import toy
 from train_sedd_ddp import Config
 from training.config import load_config
 
@@ -65,37 +66,71 @@ def test_with_true_scores_the_validation_value_is_the_exact_likelihood(graph, no
 
 
 P = torch.linspace(1, 2, 20).double() / 30      # probabilities of letters, not much unlike
+ABSORB = make_graph("absorb", N_TOKENS)
 
 
-def validate_drawn_proteins(model, samples):
-    """(bound of each of 40 proteins drawn by P, their exact -ln p): letters count as equally
-    frequent in training."""
+@pytest.fixture
+def letters():
+    """(40, 50) letters drawn by P."""
     draw = torch.Generator().manual_seed(0)
-    letters = torch.multinomial(P, 40 * 50, True, generator=draw).view(40, 50)
+    return torch.multinomial(P, 40 * 50, True, generator=draw).view(40, 50)
+
+
+def validation_of(letters, samples=1):
+    """The Validation of proteins (n, L), with letters that count as equally frequent."""
     proteins = Proteins.from_sequences(list(letters.numpy().astype(np.uint8)))
     config = load_config(Config, None, ["training.batch_size=1", "data.max_length=50",
                                         f"training.eval_samples={samples}"])
-    validation = Validation(proteins, config, make_graph("absorb", N_TOKENS),
-                            make_noise("loglinear"), np.ones(21, np.int64))
-    return validation(model, Ddp(), torch.float32), -P.log()[letters].sum(1)
+    return Validation(proteins, config, ABSORB, make_noise("loglinear"), np.ones(21, np.int64))
 
 
-def test_one_noise_level_gives_the_bound_of_each_protein_of_a_model_near_the_letter_frequencies():
+def test_one_noise_level_gives_the_bound_of_each_protein_of_a_model_near_the_letter_frequencies(
+        letters):
     """How many residues the noise happens to change, which one level hardly tells, cancels."""
-    bound, exact = validate_drawn_proteins(TrueScores(P, make_graph("absorb", N_TOKENS)), 1)
-    assert float(((bound - exact) / exact).abs().max()) < 0.1
+    bound = validation_of(letters)(TrueScores(P, ABSORB), Ddp(), torch.float32)
+    assert float((bound / -P.log()[letters].sum(1) - 1).abs().max()) < 0.1
 
 
-def test_each_noise_level_of_a_protein_has_noise_of_its_own():
+def test_unknown_residues_do_not_count_in_the_bound(letters):
+    known = letters < 10
+    letters = letters.where(known, X_ID)
+    bound = validation_of(letters)(TrueScores(P, ABSORB), Ddp(), torch.float32)
+    exact = (-P.log()[letters.where(known, 0)] * known).sum(1)
+    assert float((bound / exact - 1).abs().max()) < 0.15
+
+
+def test_the_times_of_proteins_divide_the_unit_interval_evenly(letters):
+    assert np.sort(validation_of(letters).start) == pytest.approx((np.arange(40) + 0.5) / 40)
+
+
+def test_each_noise_level_of_a_protein_has_noise_of_its_own(letters):
     class Recorder(TrueScores):
         def forward(self, xt, sigma, mask=None):
             noised.append(xt == self.graph.mask_id)
             return super().forward(xt, sigma, mask)
 
     noised = []
-    validate_drawn_proteins(Recorder(P, make_graph("absorb", N_TOKENS)), 3)
+    validation_of(letters, samples=3)(Recorder(P, ABSORB), Ddp(), torch.float32)
     less, more = noised[:2]   # of the same proteins, as noise levels follow one another
     assert less.sum() < more.sum() and (less & ~more).any()   # of one draw, more would hold less
+
+
+def test_the_standard_error_is_that_of_the_mean_difference_from_the_exact_value(letters):
+    """Proteins of one length: the standard deviation of differences by residue / sqrt(n)."""
+    validation = validation_of(letters)
+    validation.exact = np.full(40, 100.0)
+    difference = torch.linspace(3, 9, 40, dtype=torch.float64)
+    found = validation.summarise(100 + difference)["val/standard_error"]
+    assert found == pytest.approx(float((difference / 50).std(correction=0)) / 40**0.5)
+
+
+def test_samples_differ_from_step_to_step_and_not_from_run_to_run():
+    config = load_config(Config, None, ["monitoring.n_samples=2", "monitoring.sample_steps=2"])
+    counts = np.eye(1, 13, 12, dtype=np.int64)[0]   # all have 12 residues
+    texts = [sample_proteins(TrueScores(P, ABSORB), config, ABSORB, make_noise("loglinear"), counts,
+                             step, Ddp(), torch.float32).replace(f"step_{step}", "")
+             for step in (5, 5, 6)]
+    assert texts[0] == texts[1] != texts[2]
 
 
 @pytest.mark.parametrize("gain, said", [(-0.1, " no better"), (0.01, " hardly better"), (0.1, "")])
@@ -104,3 +139,11 @@ def test_the_end_says_whether_more_than_letter_frequencies_was_learned(gain, sai
     best = {"step": 1, "score": row["val/loss"]}
     text = "\n".join(result_lines(row, {"best": best}, Path("run")))
     assert ("ATTENTION" in text) == bool(said) and said in text
+
+
+def test_losses_before_an_evaluation_do_not_count_in_the_next():
+    run = toy()
+    run.progress["recent"] = [6.0, 2]   # sum and number of losses
+    run.progress["best"] = {"step": 1, "score": 0.0}
+    evaluate(run, None, {}, Ddp())
+    assert run.progress["recent"] == [0.0, 0.0]

@@ -2,12 +2,14 @@
 import json
 import os
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import prepare_uniref50
-from sedd.prepared import PARTS, SETS, check_prepared
+from sedd import prepared
+from sedd.prepared import PARTS, SETS, check_prepared, stage_prepared
 from sedd.sequences import decode
 
 
@@ -99,3 +101,26 @@ def test_a_folder_of_another_alphabet_is_refused(folder):
     meta = json.loads(path.read_text())
     path.write_text(json.dumps({**meta, "letters": meta["letters"][::-1]}))
     assert "letters is" in refusal(folder)
+
+
+def test_other_letters_are_noticed_in_the_part_that_is_read(folder, monkeypatch):
+    monkeypatch.setattr(prepared, "LETTERS_READ", 500)
+    with open(folder / "train" / "tokens.bin", "r+b") as file:
+        file.write(bytes(500))
+    assert "tokens.bin holds other letters" in refusal(folder)
+
+
+def test_no_copy_is_made_where_there_is_no_room(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=100))
+    with pytest.raises(ValueError, match="GB free; expected"):
+        stage_prepared(folder, tmp_path / "copy", lambda *_: None)
+    assert not (tmp_path / "copy").exists()
+
+
+def test_a_copy_that_ends_early_is_removed(folder, tmp_path):
+    def report(done, total):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        stage_prepared(folder, tmp_path / "copy", report)
+    assert not (tmp_path / "copy").exists()

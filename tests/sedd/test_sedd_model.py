@@ -148,11 +148,45 @@ def test_subs_makes_the_score_entropy_cross_entropy_over_t():
 
 # ---- dropout ----
 
-def test_dropout_acts_in_training():
+GATES = {"attention": 2, "MLP": 5}   # of the six parts of adaLN_modulation
+
+
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("closed", GATES)
+def test_dropout_acts_on_each_branch_in_training(closed, fast):
     graph = AbsorbingGraph(21)
     model = small_model(graph, dropout=0.5)
+    for block in model.blocks:
+        for parameter in block.adaLN_modulation.parameters():
+            parameter.data.unflatten(0, (6, -1))[GATES[closed]] = 0
+    if fast:
+        speed_up(model)
     _, xt, mask, _, sigma, _ = small_batch(graph)
     assert not torch.equal(model.train()(xt, sigma, mask), model(xt, sigma, mask))
+
+
+def test_what_gradient_checkpointing_recomputes_has_the_same_dropout():
+    graph = AbsorbingGraph(21)
+    _, xt, mask, _, sigma, _ = small_batch(graph)
+    gradients = []
+    for again in (False, True):
+        model = small_model(graph, dropout=0.5, gradient_checkpointing=again)
+        torch.manual_seed(0)
+        model.train()(xt, sigma, mask).square().sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)
+
+
+def test_under_autocast_the_noise_level_is_embedded_in_float32():
+    graph = AbsorbingGraph(21)
+    model = small_model(graph).eval()
+    seen = []
+    model.blocks[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[1]))
+    _, xt, mask, _, sigma, _ = small_batch(graph)
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            model(xt, sigma, mask)
+    assert torch.equal(*seen)
 
 
 # ---- published weights and averages ----

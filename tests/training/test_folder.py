@@ -14,7 +14,7 @@ from ddp_setup import Ddp
 from training.files import write_text_atomic
 from training.log import read_rows
 from training.watch import read_status, write_status
-from training.folder import RunLock, check_lock, process_start, replace_status
+from training.folder import RunLock, check_lock, open_run, process_start, replace_status
 
 
 def test_of_two_starts_that_find_a_dead_lock_the_faster_one_keeps_the_folder(tmp_path, monkeypatch):
@@ -131,3 +131,19 @@ def test_a_row_that_cannot_be_read_is_named(row, tmp_path):
     (tmp_path / "metrics.jsonl").write_text(row + "\n")
     with pytest.raises(ValueError, match="metrics.jsonl, line 1"):
         read_rows(tmp_path / "metrics.jsonl")
+
+
+def test_what_a_killed_run_was_writing_is_removed(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / ".last.pt.tmp").touch()
+    (tmp_path / ".config.yaml.tmp").touch()
+    open_run(tmp_path, False, ("checkpoints",)).release()
+    assert [path.name for path in tmp_path.rglob("*")] == ["checkpoints"]
+
+
+@pytest.mark.parametrize("seconds, replaced", [(-60, False), (60, True)])
+def test_a_failed_start_replaces_no_status_that_is_written_after_it_began(
+        seconds, replaced, tmp_path):
+    write_status(tmp_path, 1, "of another rank")
+    assert replace_status(tmp_path, 2, "of this one", since=time.time() + seconds) == replaced
+    assert read_status(tmp_path)["code"] == (2 if replaced else 1)

@@ -70,6 +70,16 @@ def test_a_bad_step_is_counted_and_changes_nothing_else(optimizer, first):
     assert run.progress["bad_steps"] == [2, 0] and run.ema.num_updates == updates + 1
 
 
+def test_a_step_with_a_gradient_of_nan_is_bad_whatever_its_loss():
+    def loss_with_nan_gradient(model, batch):
+        loss, sums, count = loss_of_toy(model, batch)
+        return loss + (0 * model.weight).sum().sqrt(), sums, count
+
+    run = toy(optimizer="adamw")
+    _, _, moved = next(steps(run, 1, loss_of=loss_with_nan_gradient))
+    assert moved == 0 and run.progress["bad_steps"] == [1, 1]
+
+
 def test_too_many_bad_steps_in_a_row_end_the_run():
     run = toy(optimizer="adamw", max_bad_steps=2)
     for scale in (math.nan, math.inf, 1.0):   # the good one begins the row anew
@@ -267,7 +277,7 @@ def come_apart(ddp):
                           requests=0.0)
     fine = contextlib.nullcontext()
     told = pytest.raises(RuntimeError, match="rank 2 on .* differ from rank 0, first in 1.weight")
-    for step, outcome in ((4, fine), (5, fine), (6, told)):   # at 5 nobody looks
+    for step, outcome in ((4, fine), (5, fine), (6, told), (9, told)):   # at 5 nobody looks
         run.progress = {"step": step}
         with outcome:
             after_step(run, ddp, at_once=True)

@@ -47,6 +47,21 @@ def test_without_a_gradient_weights_decay_by_their_share_of_the_learning_rate(na
         torch.testing.assert_close(p, old * (1 - 0.1 * 0.5))
 
 
+def test_adamw_has_the_betas_with_the_eps_of_the_config():
+    """Two steps by hand, of lr m / (sqrt(v) + eps), with m and v the corrected means of g, g^2."""
+    model = torch.nn.Linear(1, 1, bias=False)
+    start = float(model.weight.detach())
+    optim = CommonOptim(betas=(0.5, 0.75), eps=0.1, weight_decay=0.0)
+    optimizer = make_optimizer(model, 0.01, optim)
+    for gradient in (1.0, 3.0):
+        model.weight.grad = torch.full_like(model.weight, gradient)
+        optimizer.step()
+    m = (0.25 * 1 + 0.5 * 3) / 0.75
+    v = (0.1875 * 1 + 0.25 * 9) / 0.4375
+    expected = 0.01 * (1 / 1.1 + m / (v**0.5 + 0.1))
+    assert start - float(model.weight.detach()) == pytest.approx(expected, rel=1e-4)
+
+
 def by_muon(ddp):
     """Weights and momentum after 8 steps, (ranks, n)."""
     torch.manual_seed(0)   # before Blocks() draws its weights

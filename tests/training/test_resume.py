@@ -2,6 +2,7 @@
 runs: test_train_sedd.py, test_train_dpo.py."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -176,3 +177,12 @@ def test_a_checkpoint_of_the_other_script_is_refused_by_its_name():
     state = {"config": {"model": {"base_model_name": "v_48_020"}, "loss": {"beta": 0.1}}}
     with pytest.raises(ValueError, match="a checkpoint of train_dpo_ddp.py"):
         refuse_other_script("last.pt", state, Config())
+
+
+def test_a_run_whose_folder_another_has_taken_saves_nothing(tmp_path):
+    run = toy()
+    run.work_dir = tmp_path
+    run.lock = SimpleNamespace(lost="process 7 on elsewhere", stale=120)
+    with pytest.raises(RuntimeError, match="process 7"):
+        save_run(run, RunLog(tmp_path, True, 9), Ddp(), "last.pt")
+    assert not (tmp_path / "checkpoints").exists()
