@@ -60,6 +60,7 @@ BLOCK = 2000            # sequences that are scored together; results are writte
 PATIENCE = 6 * 3600.0   # seconds that ranks wait for a rank with more work
 INTERVAL = 1.96         # half the width of a 95 % interval, in standard errors
 LONGEST = 10**6         # most residues of a free stretch, or of a template
+MOST_LISTED = 20        # bad lines of a file that are listed
 
 
 # ---------------------------------------------------------------- sample
@@ -343,31 +344,45 @@ def read_variants(path, sequence):
 
     Raises: ValueError naming the line, also if the sequence has another letter at the place."""
     found = []
+    problems = []
     lines = Path(path).read_text(encoding="utf-8-sig", errors="replace").splitlines()
     for number, line in enumerate(lines, 1):
         words = re.findall(r"[^\s,;:+/]+", line.partition("#")[0])
-        changes = []
-        for word in words:
-            parts = re.fullmatch(rf"([{AMINO_ACIDS}])(\d{{1,9}})([{AMINO_ACIDS}])", word.upper())
-            place = int(parts[2]) - 1 if parts else len(sequence)
-            letter = sequence[place:place + 1]   # none before the first or after the last
-            if not parts or letter != parts[1]:
-                reason = ""
-                if letter:
-                    reason = f"; the sequence has {letter} there"
-                raise ValueError(f"{path}, line {number}: found {word:.40}{reason}; expected "
-                                 f"such as A12V: a letter of the sequence, its place from 1 to "
-                                 f"{len(sequence)}, the new letter.")
-            changes.append((place, AMINO_ACIDS.index(parts[3])))
-        if len({place for place, _ in changes}) < len(changes):
-            raise ValueError(f"{path}, line {number}: found one place twice in {line.strip():.80}; "
-                             "expected each place of a variant once.")
+        try:
+            changes = [read_mutation(word, sequence) for word in words]
+            if len({place for place, _ in changes}) < len(changes):
+                raise ValueError(f"found one place twice in {line.strip():.80}; expected each "
+                                 "place of a variant once")
+        except ValueError as error:
+            problems.append(f"line {number}: {error}")
+            continue
         if changes:
             found.append((",".join(words).upper(), changes))
+    if len(problems) > MOST_LISTED:
+        problems[MOST_LISTED:] = [f"and {len(problems) - MOST_LISTED:,} more lines"]
+    if problems:
+        listed = "\n  ".join(problems)
+        raise ValueError(f"{path} has lines that cannot be used:\n  {listed}")
     if not found:
         raise ValueError(f"{path} holds no variant; expected one per line, such as A12V or "
                          "A12V,G30S.")
     return found
+
+
+def read_mutation(word, sequence):
+    """(place from 0, token) of a word such as A12V. ValueError if the sequence does not have it."""
+    parts = re.fullmatch(rf"([{AMINO_ACIDS}])(\d{{1,9}})([{AMINO_ACIDS}])", word.upper())
+    place = len(sequence)
+    if parts and int(parts[2]):
+        place = int(parts[2]) - 1
+    letter = sequence[place:place + 1]   # none before the first or after the last
+    if parts and letter == parts[1]:
+        return place, AMINO_ACIDS.index(parts[3])
+    reason = ""
+    if letter:
+        reason = f"; the sequence has {letter} there"
+    raise ValueError(f"found {word:.40}{reason}; expected such as A12V: a letter of the sequence, "
+                     f"its place from 1 to {len(sequence)}, the new letter")
 
 
 # ---------------------------------------------------------------- command line

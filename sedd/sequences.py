@@ -54,7 +54,9 @@ LONGEST_RECORD = 16 << 20       # characters, header included; the longest known
 AT_A_TIME = 4096                # proteins that are copied at a time, to save memory
 ORDER_SEED = 0                  # of the order in which read_sequences gives the proteins of a file
 HEADER = b">" + b" " * 8 + b"\n"        # a header of 8 bytes and more, which _clean needs
-NUCLEOTIDES_LEAST = 1000        # letters; a shorter file of A, C, G, T, U, N may be a peptide
+# Letters of a file of A, C, G, T, U, N alone. Fewer may be a peptide: a letter of a protein is one
+# of these with a probability of 0.27, so 20 in a row come once in 2e11 files.
+NUCLEOTIDES_LEAST = 20
 
 # The token or mark of each of 256 characters, in upper and in lower case.
 _TOKENS = dict(zip(LETTERS, range(N_TOKENS))) | dict.fromkeys(RARE, X_ID) | {"*": STOP, "\r": PAD}
@@ -407,6 +409,7 @@ def read_blocks(source, report, min_length=1, block_bytes=BLOCK_BYTES, max_recor
     n_records = 0
     n_letters = 0
     nucleotides_only = True
+    kinds = set()       # of letters, as long as all are nucleotides
     with contextlib.closing(_texts(source, name, block_bytes)) as texts:
         for kind, number, text in texts:
             fasta = _as_fasta(kind, text)
@@ -421,6 +424,8 @@ def read_blocks(source, report, min_length=1, block_bytes=BLOCK_BYTES, max_recor
             n_letters += int(lengths.sum())
             nucleotides_only = (nucleotides_only and
                                 not data.translate(None, b"ACGTUNacgtun* \t\n\0"))
+            if nucleotides_only:
+                kinds |= set(data.upper()) & set(b"ACGTU")
             block = _clean(data, starts, lengths, min_length, report)
             if block is None:
                 _refuse_character(name, kind, number, text)
@@ -428,7 +433,8 @@ def read_blocks(source, report, min_length=1, block_bytes=BLOCK_BYTES, max_recor
             n_records += len(lengths)
             if n_records == max_records:
                 break
-    if nucleotides_only and n_letters >= NUCLEOTIDES_LEAST:
+    # A repeat of few kinds of letters, such as AAT, may be a peptide.
+    if nucleotides_only and len(kinds) > 3 and n_letters >= NUCLEOTIDES_LEAST:
         raise ValueError(f"{name}: all {n_letters:,} letters are among ACGTUN, which is "
                          f"nucleotides; expected proteins. Translate them first.")
 
@@ -690,7 +696,8 @@ CHARACTERS_AND_REASONS = (
     (b"*", "a stop inside a sequence. Translate up to the first stop, or remove the record"),
     (b"-.", "a gap, so this is an alignment. Give the sequences without gaps"),
     (b"0123456789", "a digit. Remove numbers from the sequence lines"),
-    (b" \t\n\r\v\f", "a blank. Give one sequence per line and nothing else; with names, use FASTA"),
+    (b"\v\f", "a form feed or vertical tab, as printed text has. Remove it"),
+    (b" \t\n\r", "a blank. Give one sequence per line and nothing else; with names, use FASTA"),
     (b">", "so a line end is missing before it (files joined without one?). Insert it"))
 
 
@@ -719,6 +726,9 @@ def _refuse_wrong_sequence(name, kind, number, sequence):
     for characters, why in CHARACTERS_AND_REASONS:
         if found in characters:
             reason = why
+            break
+    if found == b">" and not before.rpartition(b"\n")[2].strip():
+        reason = "a header that is indented. Remove the blanks before it"
     raise ValueError(f"{name}, {unit} {number}, column {column}: found {found!r}, {reason}. "
                      f"Expected the letters {LETTERS} and {RARE}, and at most one '*' at the end.")
 

@@ -230,6 +230,12 @@ def test_a_variant_of_another_sequence_is_refused(rank, tmp_path, capsys, varian
     assert f"line 2: found {found} expected" in refused(capsys, *rank)
 
 
+def test_all_bad_lines_of_a_file_of_variants_are_named(rank, tmp_path, capsys):
+    (tmp_path / "v.txt").write_text("A2W\nM1A\nM1A,M1C\n")
+    said = refused(capsys, *rank)
+    assert [number for number in "123" if f"line {number}:" in said] == ["1", "3"]
+
+
 @pytest.mark.parametrize("words, expected", [
     (["--number", "0"], "--number 0; expected at least 1"),
     (["--length", "9-3"], "found the length 9-3; expected a range like 80-120"),

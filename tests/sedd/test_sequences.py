@@ -129,7 +129,10 @@ def test_the_pt_file_of_the_original_project_reads(read, tmp_path):
     ("\n\nMK\n>a\nMK\n", "in.fa", "line 3: found b'MK'; expected '>'"),
     ("<html>not found</html>", "in.fasta.gz", "is not gzip"),
     (">a\nMKV\n".encode("utf-16"), "in.fasta", "holds a zero byte"),
-    (">a\n" + "ACGTN" * 300, "in.fasta", "nucleotides")])
+    (">a\n" + "ACGTN" * 300, "in.fasta", "nucleotides"),
+    (">a\nATGGCA\n>b\nccgtta\n>c\nACGUACGU\n", "in.fasta", "all 20 letters are among ACGTUN"),
+    (">a\nMKV\n  >b\nMKV\n", "in.fasta", "line 3, column 3: found b'>', a header that is indented"),
+    (">a\nMKV\fMK\n", "in.fasta", "line 2, column 4: found b'\\x0c', a form feed")])
 def test_what_is_no_protein_is_refused_with_its_line_or_entry(read, tmp_path, content, name, says):
     assert says in refusal(read, write(tmp_path, content, name))
 
