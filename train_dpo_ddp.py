@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 
 from ddp_setup import autocast, print0, seed_for, stop_reason
-from mpnn.batches import PairPlan, make_batch
+from mpnn.batches import PairPlan, make_batch, shared_context
 from mpnn.evaluation import (SEEN, SUMS, Validation, evaluate, evaluate_start, metrics_of, pack,
                              result_lines, save_model)
 from mpnn.pairs import try_all
@@ -316,7 +316,8 @@ def micro_batch_loss(model, batch, reference, config, ddp, dtype):
     batch = reference.to_device(batch)
     ref = reference.scores(batch, reference.table)   # outside autocast: in float32
     with autocast(dtype, ddp):
-        log_probs = model(batch["graph"], batch["S"], batch["order"], batch["complex_row"])
+        log_probs = model(batch["graph"], batch["S"], batch["order"], batch["complex_row"],
+                          shared_context(batch))
     loss, metrics = objective(log_probs, batch, ref, config.loss)
     weight = batch["pair_weight"]
     weighted = (weight[:, None] * pack(metrics)).sum(0)

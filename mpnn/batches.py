@@ -24,9 +24,10 @@ import numpy as np
 import torch
 
 from ddp_setup import seed_for
-from mpnn.model import decoding_order
+from mpnn.model import SharedContext, decoding_order
 from mpnn.seeds import FOR_LENGTHS, FOR_PAIRS, FOR_STEPS, random_words
 
+MOST_DESIGNED = 0.3     # fraction of rows up to which sequences share their context's pass
 LENGTH_RATIO = 1.1      # longest / shortest of a class of lengths, within which is shuffled
 
 
@@ -149,6 +150,8 @@ def make_batch(pairs: list, indices: list[int], loss: Any, seed: int,
         scored: (P, L) float32, 1 = residue is scored. n_scored: (P,) number of scored residues.
         pair_numbers: (P,) int64, the given indices.
         pair_weight: (P,) float32, weight of each pair in means over pairs.
+    If few residues are designed, also the fields of model.SharedContext, by name, for S: designed,
+    context_row, sequence.
     """
     batch = collate(pairs, indices)
     found = {}              # contents of a row -> (its number, the row)
@@ -164,11 +167,48 @@ def make_batch(pairs: list, indices: list[int], loss: Any, seed: int,
                 sequence_rows.append(number)
     complex_row, S, order = zip(*(row for _, row in found.values()))
     scored = batch["chain_M"] * batch["mask"][batch["complex"]]
-    return {"S": torch.stack(S), "order": torch.stack(order),
+    made = {"S": torch.stack(S), "order": torch.stack(order),
             "complex_row": torch.tensor(complex_row),
             "sequence_rows": torch.tensor(sequence_rows).view(len(indices), -1, 2),
             "scored": scored, "n_scored": scored.sum(1), "pair_numbers": torch.as_tensor(indices),
             "pair_weight": torch.tensor([pairs[i].weight for i in indices], dtype=torch.float32)}
+    made.update(find_contexts(made))
+    return made
+
+
+def find_contexts(batch: dict) -> dict[str, torch.Tensor]:
+    """Which sequences of a batch share the context of their designed residues.
+
+    batch: as of make_batch. Returns {name: tensor} of model.SharedContext, or {} if so many
+    residues are designed that the pass over all rows is no more work."""
+    designed = torch.zeros(batch["S"].shape, dtype=torch.bool)
+    for rows, scored in zip(batch["sequence_rows"], batch["scored"]):
+        designed[rows.flatten()] = scored.bool()
+    if designed.sum() > MOST_DESIGNED * designed.numel():
+        return {}
+    letters = batch["S"].masked_fill(designed, 0)
+    # The order without its designed residues; these are the same ones if the rest is the same.
+    is_context = ~designed.gather(1, batch["order"])
+    numbers = {}            # content of a context -> its number
+    context_row = []
+    sequence = []
+    for row in range(len(letters)):
+        order = batch["order"][row][is_context[row]]
+        content = (int(batch["complex_row"][row]), letters[row].numpy().tobytes(),
+                   order.numpy().tobytes())
+        if content not in numbers:
+            numbers[content] = len(numbers)
+            sequence.append(row)
+        context_row.append(numbers[content])
+    return {"designed": designed, "context_row": torch.tensor(context_row),
+            "sequence": torch.tensor(sequence)}
+
+
+def shared_context(batch: dict) -> SharedContext | None:
+    """The SharedContext of a batch of make_batch, or None if it has none."""
+    if "context_row" not in batch:
+        return None
+    return SharedContext(batch["designed"], batch["context_row"], batch["sequence"])
 
 
 def to_device(batch: dict, device: torch.device) -> dict:

@@ -69,6 +69,18 @@ class Encoding(NamedTuple):
     present: Tensor
 
 
+class SharedContext(NamedTuple):
+    """Sequences that differ only where few residues are designed.
+
+    The designed residues come last in the order, so no other residue sees their letters. Sequences
+    with the same context (structure, letters and order of all other residues) share the decoder's
+    pass over it.
+    """
+    designed: Tensor      # (M, L) bool, the residues whose log-probabilities are asked for
+    context_row: Tensor   # (M,) int64, number of the sequence's context, 0 to C - 1
+    sequence: Tensor      # (C,) int64, for each context one of the sequences that have it
+
+
 class ProteinMPNN(nn.Module):
     """The network.
 
@@ -96,9 +108,9 @@ class ProteinMPNN(nn.Module):
                 nn.init.xavier_uniform_(parameter)
 
     def forward(self, graph: Graph, S: Tensor, decoding_order: Tensor,
-                structure: Tensor | None = None) -> Tensor:
+                structure: Tensor | None = None, shared: SharedContext | None = None) -> Tensor:
         """Log-probabilities (M, L, 21) of M sequences on structures of `graph`; see `decode`."""
-        return self.decode(self.encode(graph), S, decoding_order, structure)
+        return self.decode(self.encode(graph), S, decoding_order, structure, shared)
 
     def graph(self, X: Tensor, mask: Tensor, residue_idx: Tensor, chain_id: Tensor) -> Graph:
         """The network's input for B structures. It has no parameters: cache it per structure.
@@ -126,7 +138,7 @@ class ProteinMPNN(nn.Module):
         return Encoding(h_V, h_E, graph.E_idx, graph.mask, graph.present)
 
     def decode(self, encoding: Encoding, S: Tensor, decoding_order: Tensor,
-               structure: Tensor | None = None) -> Tensor:
+               structure: Tensor | None = None, shared: SharedContext | None = None) -> Tensor:
         """Log-probabilities of each residue's letter, given the backbone and the letters before it.
 
         Args:
@@ -135,13 +147,47 @@ class ProteinMPNN(nn.Module):
             decoding_order: (M, L) int64, element t is the residue decoded at step t.
             structure:      (M,) int64, row of `encoding` for each sequence. Optional if all are on
                             one structure, or if there is one sequence per structure.
-        Returns: (M, L, 21) in nats, float32 or wider; ignore the rows of unresolved residues.
+            shared:         None, or what sequences have in common if only log-probabilities of few
+                            residues, the last in the order, are needed: less work.
+        Returns: (M, L, 21) in nats, float32 or wider; ignore the rows of unresolved residues. With
+            `shared` they are 0 for residues that are not designed.
         """
         structure = check_sequences(encoding, S, decoding_order, structure)
+        if shared is not None:
+            return self.decode_designed(encoding, S, decoding_order, structure, shared)
         E_idx = of_structures(encoding.E_idx, structure)
         visible = decoded_before(step_of_residue(decoding_order), E_idx)
         h_V, _ = self.run_decoder(encoding, self.W_s(S), visible, structure)
         return self.log_probs(h_V)
+
+    def decode_designed(self, encoding, S, decoding_order, structure, shared):
+        """`decode` of the designed residues alone. A layer runs on the residues whose result is
+        read later: the last one on designed residues only, those before also on the context."""
+        nodes = decoder_nodes(encoding.E_idx, structure, decoding_order, shared,
+                              len(self.decoder_layers))
+        h_encoder = encoding.h_V.flatten(0, 1)                                      # (B L, H)
+        h_E = encoding.h_E.flatten(0, 1)                                            # (B L, K, H)
+        present = encoding.present.flatten(0, 1)
+        mask = encoding.mask.flatten()
+        h_S = self.W_s(S[nodes.sequence, nodes.position])
+        h_V = h_encoder.index_select(0, nodes.residue)                              # (N, H)
+        for layer, needed in zip(self.decoder_layers, nodes.needed):
+            residue = nodes.residue[needed]
+            if len(needed) < len(h_E):      # the product on fewer rows
+                edges = layer.edges(h_E.index_select(0, residue))
+            else:
+                edges = layer.edges(h_E).index_select(0, residue)
+            table = torch.cat([layer.decoded(h_V, h_S), layer.undecoded(h_encoder)])
+            source = nodes.source[needed]
+            neighbours = table.index_select(0, source.flatten()).view(*source.shape, -1)
+            updated = layer(h_V.index_select(0, needed), edges, neighbours, present[residue],
+                            mask[residue])
+            h_V = h_V.index_copy(0, needed, updated.to(h_V.dtype))
+        n_designed = len(nodes.needed[-1])
+        found = self.log_probs(h_V[-n_designed:])
+        log_probs = found.new_zeros(*S.shape, len(ALPHABET))
+        log_probs[shared.designed] = found
+        return log_probs
 
     def unconditional(self, encoding: Encoding) -> Tensor:
         """Log-probabilities (B, L, 21) given the backbone alone: no residue sees a letter."""
@@ -564,6 +610,44 @@ def step_of_residue(order):
 def decoded_before(step_of, E_idx):
     """(M, L), (M, L, K) -> (M, L, K) bool: is the neighbour decoded before the residue?"""
     return step_of.gather(1, E_idx.flatten(1)).view_as(E_idx) < step_of[..., None]
+
+
+class DecoderNodes(NamedTuple):
+    """The residues that the decoder runs on: all rows of the C contexts, then the designed residues
+    of the M sequences. N in all."""
+    sequence: Tensor      # (N,) int64, the node's sequence (of a context: one that has it)
+    position: Tensor      # (N,) int64, the node's row in it
+    residue: Tensor       # (N,) int64, the same residue in the flattened (B L) rows of structures
+    source: Tensor        # (N, K) int64, what the node sees of a neighbour: number of a node if
+    #                       decoded before; else N + row in (B L)
+    needed: list          # per layer: (n,) int64, nodes whose result is read by a later layer
+
+
+def decoder_nodes(E_idx, structure, order, shared, n_layers):
+    """DecoderNodes of sequences with shared contexts. Arguments as of `decode`."""
+    L = order.shape[1]
+    n_contexts = len(shared.sequence)
+    position = torch.arange(L, device=order.device)
+    of_designed, at_designed = shared.designed.nonzero(as_tuple=True)
+    sequence = torch.cat([shared.sequence.repeat_interleave(L), of_designed])
+    at = torch.cat([position.repeat(n_contexts), at_designed])
+    n = len(sequence)
+    designed = torch.arange(n_contexts * L, n, device=order.device)
+    node_at = shared.context_row[:, None] * L + position        # (M, L) node that a sequence sees
+    node_at[shared.designed] = designed
+    neighbour = E_idx[structure[sequence], at]                                      # (N, K)
+    step_of = step_of_residue(order)
+    row = sequence[:, None]
+    visible = step_of[row, neighbour] < step_of[sequence, at][:, None]
+    undecoded = n + structure[row] * L + neighbour
+    source = torch.where(visible, node_at[row, neighbour], undecoded)
+    needed = [designed]
+    for _ in range(n_layers - 1):
+        is_read = torch.zeros(n + E_idx.shape[0] * L, dtype=torch.bool, device=order.device)
+        is_read[source[needed[0]].flatten()] = True
+        is_read[needed[0]] = True
+        needed.insert(0, is_read[:n].nonzero().flatten())
+    return DecoderNodes(sequence, at, structure[sequence] * L + at, source, needed)
 
 
 def tied_groups(tied, chain_M, draw):

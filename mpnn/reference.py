@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from ddp_setup import all_sum, broadcast, load_checkpoint, print0, save_checkpoint
-from mpnn.batches import collate_complexes, eval_batches, make_batch, to_device
+from mpnn.batches import (collate_complexes, eval_batches, make_batch, shared_context,
+                          to_device)
 from mpnn.fast_cpu import speed_up
 from mpnn.model import (PUBLISHED, Encoding, Graph, ProteinMPNN, load_proteinmpnn,
                         random_proteinmpnn)
@@ -20,7 +21,7 @@ from training.watch import beat
 
 WITHOUT_REFERENCE = ("reference_free", "simpo")   # losses that need no reference model
 GRAPH_INPUT = ("X", "mask", "residue_idx", "chain_id")      # arguments of ProteinMPNN.graph
-CACHE_FORMAT = 2   # version of the files of scores; part of the hash that names them
+CACHE_FORMAT = 3   # version of the files of scores; part of the hash that names them
 
 
 # ---------------------------------------------------------------- base weights
@@ -163,13 +164,16 @@ class Reference:
         not depend on the epoch."""
         batch = make_batch(pairs, indices.tolist(), self.config.loss, self.config.training.seed)
         batch = self.to_device(batch, pairs)
-        return batch, model(batch["graph"], batch["S"], batch["order"], batch["complex_row"])
+        log_probs = model(batch["graph"], batch["S"], batch["order"], batch["complex_row"],
+                          shared_context(batch))
+        return batch, log_probs
 
     @torch.no_grad()
     def log_probs(self, batch):
         """(M, L, 21) under the base weights, in float32 also if the policy uses bfloat16."""
         encoding = stack([self.encoding(complex) for complex in batch["complexes"]])
-        return self.model.decode(encoding, batch["S"], batch["order"], batch["complex_row"])
+        return self.model.decode(encoding, batch["S"], batch["order"], batch["complex_row"],
+                                 shared_context(batch))
 
     def scores(self, batch, table=None):
         """(P, 2) summed log-probabilities of chosen and rejected; 0 if the loss has no reference.
