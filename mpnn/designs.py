@@ -23,6 +23,7 @@ from mpnn.reference import Reference, stack
 from mpnn.structures import Complex
 from sedd.sequences import X_ID, decode
 from training.files import write_text_atomic
+from training.log import show_progress
 from training.loop import eval_mode
 from training.watch import beat
 
@@ -94,7 +95,8 @@ class Designs:
         longest = max(len(problem.complex) for problem in self.problems)
         S = torch.zeros(len(self.problems), self.number, longest, dtype=torch.float64)
         with eval_mode(model):
-            for batch in self.batches[ddp.rank::ddp.world_size]:
+            mine = self.batches[ddp.rank::ddp.world_size]
+            for batch in show_progress(mine, ddp, "designs for validation structures"):
                 indices, numbers = map(list, zip(*batch))
                 letters = self.draw_batch(model, batch, ddp)
                 S[indices, numbers, :letters.shape[1]] = letters.double().cpu()

@@ -16,6 +16,7 @@ from mpnn.designs import Designs
 from mpnn.model import ALPHABET, to_checkpoint
 from mpnn.pairs import Pair
 from mpnn.reference import Reference
+from training.log import show_progress
 from training.loop import ADVICE, Diverged, eval_mode, record_score, unpack
 from training.resume import before_saving
 from training.watch import beat
@@ -96,7 +97,8 @@ class Validation:
     def sums_over_pairs(self, model, ddp):
         """Packed sums of weight x metrics over the pairs of all ranks."""
         packed = torch.zeros(len(self.pairs), len(SUMS), dtype=torch.float64)
-        for indices in self.batches[ddp.rank::ddp.world_size]:
+        mine = self.batches[ddp.rank::ddp.world_size]
+        for indices in show_progress(mine, ddp, "validation pairs"):
             batch, log_probs = self.reference.run_model(model, self.pairs, indices)
             reference_scores = self.reference.scores(batch, self.table)
             _, metrics = self.objective(log_probs, batch, reference_scores, self.config.loss)
@@ -108,7 +110,8 @@ class Validation:
         """Sums over the residues of native sequences of all ranks: letters that are the policy's
         most likely, KL divergence in nats, number of residues."""
         found = torch.zeros(len(self.natives), 3, dtype=torch.float64)
-        for indices in self.native_batches[ddp.rank::ddp.world_size]:
+        mine = self.native_batches[ddp.rank::ddp.world_size]
+        for indices in show_progress(mine, ddp, "validation, native sequences"):
             batch, log_probs = self.reference.run_model(model, self.natives, indices)
             right = (log_probs.argmax(-1) == batch["S"]).float()
             difference = log_probs - self.reference.log_probs(batch)

@@ -16,6 +16,7 @@ from mpnn.fast_cpu import speed_up
 from mpnn.model import (PUBLISHED, Encoding, Graph, ProteinMPNN, load_proteinmpnn,
                         random_proteinmpnn)
 from mpnn.published import INSTALL, NAMES, in_folder, in_package, is_published
+from training.log import show_progress
 from training.resume import is_dense
 from training.watch import beat
 
@@ -185,9 +186,10 @@ class Reference:
             return table[batch["pair_numbers"]]
         return pair_scores(self.log_probs(batch), batch, self.config.loss.temperature)[0]
 
-    def precompute(self, pairs, weights_hash, folder):
+    def precompute(self, pairs, weights_hash, folder, what):
         """Scores of all pairs under orders that do not depend on the epoch, from the cache file in
         `folder`, or else computed and written there. A hash of all inputs is the file's name.
+        what: of which pairs, such as "training pairs".
 
         Returns: (scores (n, 2) float32, text that says where they come from)."""
         path = Path(folder) / self._file_name(pairs, weights_hash)
@@ -202,7 +204,7 @@ class Reference:
             if scores is None:
                 scores = torch.zeros(len(pairs), 2)
             return broadcast(scores, self.ddp).to(self.ddp.device), f"read from {path}"
-        scores = self.compute_scores(pairs)
+        scores = self.compute_scores(pairs, what)
         save_checkpoint(str(path), self.ddp, resumes=False, scores=scores)
         return scores.to(self.ddp.device), f"computed, kept in {path}{trouble}"
 
@@ -219,12 +221,13 @@ class Reference:
         return hashlib.blake2b(repr(content).encode(), digest_size=12).hexdigest() + ".pt"
 
     @torch.no_grad()
-    def compute_scores(self, pairs):
+    def compute_scores(self, pairs, what="pairs"):
         """(n, 2) float32, equal for any number of ranks: batches do not depend on the ranks that
         compute them."""
         scores = torch.zeros(len(pairs), 2, dtype=torch.float64)
         batches = eval_batches(pairs, self.config.training.batch_size)
-        for indices in batches[self.ddp.rank::self.ddp.world_size]:
+        mine = batches[self.ddp.rank::self.ddp.world_size]
+        for indices in show_progress(mine, self.ddp, f"reference, {what}"):
             # Runs encoder and decoder as validation does, for scores equal to the last bit.
             batch, log_probs = self.run_model(self.model, pairs, indices)
             found, _ = pair_scores(log_probs, batch, self.config.loss.temperature)
@@ -264,8 +267,10 @@ def make_tables(run, ddp):
     validation = run.validation
     folder = run.config.data.reference_cache or run.work_dir / "reference"
     if run.config.loss.order != "random" and reference.needed:
-        reference.table, source = reference.precompute(run.pairs, run.base, folder)
+        reference.table, source = reference.precompute(run.pairs, run.base, folder,
+                                                        "training pairs")
         print0(ddp, f"reference, training pairs: {source}")
     if validation is not None and reference.needed:
-        validation.table, source = reference.precompute(validation.pairs, run.base, folder)
+        validation.table, source = reference.precompute(validation.pairs, run.base, folder,
+                                                         "validation pairs")
         print0(ddp, f"reference, validation pairs: {source}")

@@ -19,13 +19,17 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from ddp_setup import Ddp
 from training.config import config_to_dict
 from training.files import write_text_atomic, writing
 from training.trackers import TensorBoard, Wandb
 
 MOST_STEPS = 10**12     # a thousand a second for 30 years
+BAR_SECONDS = 2         # work that is done sooner needs no bar
+LINE_SECONDS = 30       # between two lines of a log file that say how far some work is
 
 
 class RunLog:
@@ -184,6 +188,27 @@ def open_log(run, ddp) -> RunLog:
     log.track({**config_to_dict(run.config), "world_size": ddp.world_size}, step,
               monitoring.tensorboard, monitoring.wandb)
     return log
+
+
+def show_progress(items: Sequence, ddp: Ddp, text: str) -> Iterator:
+    """Yield the items, and show on rank 0 how many are done, once this takes some seconds.
+
+    On a terminal it is a bar on stderr, which goes when it ends; else a line on stdout now and
+    then. text: what is done, such as "reference, validation pairs"."""
+    if not ddp.is_main:
+        yield from items
+    elif sys.stderr.isatty():
+        from tqdm import tqdm
+        columns, lines = shutil.get_terminal_size()
+        yield from tqdm(items, text, file=sys.stderr, leave=False, delay=BAR_SECONDS,
+                        ncols=columns, nrows=lines, bar_format="{desc} {percentage:3.0f} % |{bar}|")
+    else:
+        shown = time.monotonic()
+        for done, item in enumerate(items):
+            if time.monotonic() - shown > LINE_SECONDS:
+                print_line(f"{text}: {done / len(items):.0%}")
+                shown = time.monotonic()
+            yield item
 
 
 def print_line(text, write=print) -> None:

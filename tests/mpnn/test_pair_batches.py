@@ -1,11 +1,14 @@
 """The plan of an epoch of pairs, and batches of complexes."""
 import numpy as np
 import pytest
+import torch
 
-from mpnn.batches import collate_complexes, plan_epoch
+from mpnn.batches import collate_complexes, make_batch, plan_epoch, shared_context
+from mpnn.pairs import Pair
 from mpnn.structures import Complex, read_structure
 from mpnn_cases import keys, made
 from sedd.sequences import encode
+from train_dpo_ddp import Loss
 
 
 # 234 pairs on 60 structures of 40 to 335 rows
@@ -60,6 +63,39 @@ def test_pairs_of_a_structure_stay_together_in_a_plan():
     pieces = pieces_of()
     encoded = sum(len(keys(MIXED[i] for i in piece)) for piece in pieces)
     assert encoded <= len(keys(MIXED)) + len(pieces)
+
+
+def few_and_all_designed():
+    """Four pairs on one structure of 40 rows: two with row 5 designed, one with rows 5 and 20, one
+    with all."""
+    native, *_ = made(40, 1, 0)
+    pairs = []
+    for rows in ([5], [5], [5, 20], range(40)):
+        designed = np.zeros(40, bool)
+        designed[list(rows)] = True
+        letters = np.random.default_rng(len(pairs)).integers(0, 20, (2, 40))
+        chosen, rejected = np.where(designed, letters, native.complex.S).astype(np.uint8)
+        pairs.append(Pair(native.complex, chosen, rejected, designed))
+    return pairs
+
+
+@pytest.mark.parametrize("share_order, contexts", [(False, 3), (True, 2)])
+def test_sequences_of_one_context_share_it(share_order, contexts):
+    batch = make_batch(few_and_all_designed(), [0, 1, 2], Loss(share_order=share_order), 0, 0)
+    assert len(batch["sequence"]) == contexts
+    chosen, rejected = batch["sequence_rows"][:, 0].T
+    assert torch.equal(batch["context_row"][chosen], batch["context_row"][rejected])
+
+
+def test_sequences_of_a_context_have_its_letters_outside_of_their_designed_residues():
+    batch = make_batch(few_and_all_designed(), [0, 1, 2], Loss(), 0, 0)
+    for row, number in enumerate(batch["context_row"]):
+        differs = batch["S"][row] != batch["S"][batch["sequence"][number]]
+        assert not differs[~batch["designed"][row]].any()
+
+
+def test_a_batch_in_which_much_is_designed_shares_no_context():
+    assert shared_context(make_batch(few_and_all_designed(), [2, 3], Loss(), 0, 0)) is None
 
 
 def test_a_batch_of_complexes_is_padded_to_the_longest(small):

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from mpnn.fast_cpu import speed_up
-from mpnn.model import (ALPHABET, BlockLinear, ProteinMPNN, decoding_order, from_checkpoint,
-                        load_proteinmpnn, random_proteinmpnn, to_checkpoint)
+from mpnn.model import (ALPHABET, BlockLinear, ProteinMPNN, SharedContext, decoding_order,
+                        from_checkpoint, load_proteinmpnn, random_proteinmpnn, to_checkpoint)
 from training import fast_linear
 
 X_LETTER = 20
@@ -210,6 +210,70 @@ def test_padding_changes_neither_scores_nor_gradients(num_edges):
         for width in (30, 70):
             for found, expected in zip(score(cases, width, row), alone):
                 near(found, expected, atol=1e-10)
+
+
+# ---- few designed residues ----
+
+def few_designed():
+    """Five sequences on two structures of 12 and 9 residues, three contexts in all.
+
+    Returns: structures (tensors of `graph`), S, order, structure and the SharedContext."""
+    cases = [protein([12], unresolved=(4,)), protein([5, 4], unresolved=(2,), width=12)]
+    *tensors, S = [torch.cat(x) for x in zip(*cases)]
+    designed_at = [[3, 7], [3, 7], [3, 7], [1, 6], [1, 6]]
+    first = torch.tensor([0, 1, 2, 4, 5, 6, 8, 9, 10, 11])
+    second = first.flip(0)              # another order of the same residues
+    third = torch.tensor([5, 0, 2, 8, 3, 7, 4])
+    padding = torch.tensor([9, 10, 11])
+    order = torch.stack([
+        torch.cat([first, torch.tensor([3, 7])]), torch.cat([first, torch.tensor([7, 3])]),
+        torch.cat([second, torch.tensor([3, 7])]),
+        *[torch.cat([third, torch.tensor([6, 1]), padding])] * 2])
+    structure = torch.tensor([0, 0, 0, 1, 1])
+    designed = F.one_hot(torch.tensor(designed_at), 12).sum(1).bool()
+    S = S[structure].clone()
+    S[designed] = torch.randint(20, (10,), generator=torch.Generator().manual_seed(1))
+    shared = SharedContext(designed, torch.tensor([0, 0, 1, 2, 2]), torch.tensor([1, 2, 3]))
+    return tensors, S, order, structure, shared
+
+
+@pytest.mark.parametrize("num_edges", [4, 64])
+def test_a_shared_context_changes_neither_scores_nor_gradients_of_designed_residues(num_edges):
+    model = small_model(num_edges=num_edges)
+    tensors, S, order, structure, shared = few_designed()
+
+    def score(shared_context):
+        log_probs = model(model.graph(*tensors), S, order, structure, shared_context)
+        of_designed = log_probs[shared.designed]
+        loss = (of_designed * torch.arange(of_designed.numel()).view_as(of_designed)).sum()
+        return [of_designed.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
+
+    for found, expected in zip(score(shared), score(None)):
+        near(found, expected, rtol=1e-9, atol=1e-10)
+
+
+def test_a_shared_context_is_run_once():
+    """Counted in rows that the first decoder layer updates: those of three contexts at most, and
+    two designed residues of each of five sequences."""
+    model = small_model(num_edges=64)
+    tensors, S, order, structure, shared = few_designed()
+    n_rows = []
+    model.decoder_layers[0].register_forward_pre_hook(
+        lambda layer, inputs: n_rows.append(inputs[0].flatten(0, -2).shape[0]))
+    model(model.graph(*tensors), S, order, structure, shared)
+    assert n_rows[0] <= 3 * 10 + 5 * 2
+
+
+def test_in_bfloat16_a_shared_context_gives_the_scores_in_bfloat16():
+    model = small_model(num_edges=64).float()
+    tensors, S, order, structure, shared = few_designed()
+    tensors[0] = tensors[0].float()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        graph = model.graph(*tensors)
+        found = model(graph, S, order, structure, shared)[shared.designed]
+        expected = model(graph, S, order, structure)[shared.designed]
+    assert found.dtype == torch.float32
+    near(found, expected, atol=0.05)
 
 
 # ---- sampling ----

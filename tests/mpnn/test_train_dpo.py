@@ -241,7 +241,7 @@ def test_validation_means_are_over_weighted_pairs_with_recovery_and_kl_on_native
     config = tiny(**settings)
     policy, reference, pairs = networks(config)
     v = Validation(pairs, reference, config, objective)
-    v.table, _ = reference.precompute(pairs, "hash", tmp_path)
+    v.table, _ = reference.precompute(pairs, "hash", tmp_path, "pairs")
     assert sorted(np.concatenate(v.batches)) == list(range(len(pairs)))
     found = v(policy, Ddp())
     base, scores = (

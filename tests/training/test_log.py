@@ -6,8 +6,10 @@ import sys
 
 import pytest
 
+import training.log
+from ddp_setup import Ddp
 from training.files import CannotWrite
-from training.log import RunLog
+from training.log import RunLog, show_progress
 
 
 def test_a_row_is_in_the_file_as_soon_as_metrics_returns_with_null_for_nan_and_infinity(tmp_path):
@@ -61,3 +63,22 @@ def test_on_a_terminal_a_bar_shows_the_numbers_and_say_does_not_break_it(
     log.close()
     out, err = capsys.readouterr()
     assert out == "saved last.pt\n" and "step 5/10  loss 2.750  bad 3  12,300 res/s" in err
+
+
+def test_long_work_shows_in_a_log_how_far_it_is(capsys, monkeypatch):
+    monkeypatch.setattr(training.log, "LINE_SECONDS", -1)   # a line after every item
+    assert list(show_progress("abcd", Ddp(), "reference, pairs")) == list("abcd")
+    assert capsys.readouterr().out.splitlines()[2] == "reference, pairs: 50%"
+
+
+def test_long_work_shows_a_bar_on_a_terminal(capsys, monkeypatch):
+    monkeypatch.setattr(training.log, "BAR_SECONDS", 0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert list(show_progress("abcd", Ddp(), "reference, pairs")) == list("abcd")
+    out, err = capsys.readouterr()
+    assert out == "" and "reference, pairs" in err
+
+
+def test_short_work_shows_nothing(capsys):
+    list(show_progress("abcd", Ddp(), "reference, pairs"))
+    assert capsys.readouterr() == ("", "")
