@@ -8,11 +8,11 @@ on the progress to stderr. Leaves only files that were asked for.
 """
 import sys
 
-from bench import card, data, dpo, learn, save, scale, sedd
+from bench import card, data, dpo, learn, save, scale, sedd, variants
 from ddp_setup import BAD_INPUT
 
 COMMANDS = {"sedd": sedd, "dpo": dpo, "data": data, "scale": scale, "card": card, "learn": learn,
-            "save": save}
+            "save": save, "variants": variants}
 
 
 def main(argv):
@@ -31,7 +31,7 @@ def describe_commands():
     """The help: a line for each command, which is the first one of its file."""
     lines = ["usage: python -m bench COMMAND [--help] [options]", ""]
     for name, module in COMMANDS.items():
-        lines.append(f"  {name:<7}{module.__doc__.splitlines()[0]}")
+        lines.append(f"  {name:<9}{module.__doc__.splitlines()[0]}")
     return "\n".join(lines)
 
 
