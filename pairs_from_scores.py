@@ -1,53 +1,86 @@
-"""Make preference pairs for train_dpo_ddp.py from a table of scored designs.
+"""Make preference pairs for train_dpo_ddp.py from scored designs or from measured mutations.
 
     python pairs_from_scores.py designs.csv pairs.json --margin 0.5 --per_structure 50
     python pairs_from_scores.py energies.csv pairs.json --lower_is_better --weights
+    python pairs_from_scores.py scores.csv pairs.json --designs designs/ --structures my_pdbs/
+    python pairs_from_scores.py s2648.csv pairs.json --score ddg --lower_is_better --margin 0.5
 
-Reads a CSV file (comma or tab) with the columns pdb, sequence, score and chain (the designed one),
-and optionally context (other chains, such as "B C", that the model shall see; without it the model
-sees the designed chain alone). Writes a JSON list of pairs (.jsonl: one per line); paths of
-structures are relative to the file's folder. A pair is two sequences of the same structure and
-chains whose scores differ by at least --margin. The best is paired with the worst, the second best
-with the second worst, and so on, at most --per_structure pairs; no sequence is used twice. A higher
-score is better, unless --lower_is_better is given (energies, scores of sample_proteinmpnn.py).
-Duplicates of a sequence count once, with their mean score. With --weights, the weight of a pair in
-the loss is its difference of scores divided by the mean difference of all pairs; otherwise all
-weights are 1. Prints the number of pairs per structure. Wrong input ends with one message, which
-lists up to ten bad lines, and exit code 2; then nothing is written.
+Reads a CSV file (comma or tab) with a column of scores: `score`, or that of --score. A higher score
+is better, unless --lower_is_better is given (energies, scores of sample_proteinmpnn.py). Writes a
+JSON list of pairs (.jsonl: one per line); paths of structures are relative to the file's folder.
+
+Designs: columns pdb (path, relative to the table), sequence, and chain (the designed one; of
+several, "A C" with the sequence AAA/CCC), and optionally context (other chains, such as "B D", that
+the model shall see; without it the model sees the designed chains alone). With --designs FOLDER,
+what sample_proteinmpnn.py wrote with --out_folder FOLDER, the columns are header (that of a
+sequence in the FASTA, or the beginning of it that tells it from others, such as "T=0.1, sample=3")
+and, if there are several structures, structure (its name: that of the FASTA file without .fa);
+--structures are the files or folders that were designed. Designs without a score are left out.
+
+A pair is two sequences of the same structure and chains whose scores differ by at least --margin.
+The best is paired with the worst, the second best with the second worst, and so on, at most
+--per_structure pairs; no sequence is used twice. Duplicates of a sequence count once, with their
+mean score.
+
+Mutations: a column mutation, such as A12V or A12V:G45D, and pdb_file, perhaps chain and context
+(see mpnn/mutations.py); give --higher_is_better or --lower_is_better. Pairs of a structure are each
+variant against the wild type, whose score is --wild_type (0), and variants against one another: in
+each of --rounds rounds (2) all are shuffled, and neighbours paired. --against wild_type or mutants
+makes one of the two kinds. Of pairs that differ by at least --margin the --per_structure with the
+largest differences are kept. Only the positions at which the two differ are mutable_positions.
+Duplicates count once, with their mean. Lines without a score are left out; so are those that do not
+fit the structure, which are named.
+
+With --weights, the weight of a pair in the loss is its difference of scores divided by the mean
+difference of all pairs; otherwise all weights are 1. Prints the number of pairs per structure.
+Wrong input ends with one message, which lists up to ten bad lines, and exit code 2; then nothing is
+written.
 """
+import ast
 import collections
 import json
 import math
 import os
+import re
 import statistics
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
+from mpnn.mutation_pairs import KINDS, Rules, mutated, pair_mutations
+from mpnn.mutations import place_all, read_mutations
 from mpnn.pairs import LEAST_WEIGHT
-from mpnn.tables import check_cells, read_rows, refuse_lines
-from sedd.sequences import LETTERS
+from mpnn.settings import name_of, structure_files
+from mpnn.tables import (MAX_LISTED, check_cells, read_rows, read_table_text, refuse_lines,
+                         table_columns)
+from sedd.sequences import LETTERS, named_sequences
 from training.config import Parser
 from training.files import write_text_atomic
 
-COLUMNS = ("pdb", "sequence", "score", "chain")
 LARGEST_SCORE = 1e100   # so that sums of differences stay finite
+MOST_ROUNDS = 1000
+FOR_MUTATIONS = ("against", "wild_type", "rounds")      # options that only these use
 
 
-def read_designs(path: Path) -> dict:
-    """{(path of the structure, chain, context chains): {sequence: [scores]}} of a table.
+class Place(NamedTuple):
+    """What sequences are for."""
+    structure: Path
+    design: tuple           # names of the designed chains, sorted
+    context: tuple          # names of the other chains that the model sees, sorted
+
+
+# ---- tables of designs ----
+
+def read_designs(path: Path, column: str = "score") -> dict:
+    """{Place: {sequence: [scores]}} of a table; column: of scores.
 
     Raises: ValueError that lists the problems by line."""
     designs = collections.defaultdict(lambda: collections.defaultdict(list))
     problems = []
-    for line, row in read_rows(path, COLUMNS, ("context",)):
+    for line, row in read_rows(path, ("pdb", "sequence", column, "chain"), ("context",)):
         try:
-            place, sequence, score = parse_row(row, path.parent)
-            scores = designs[place]
-            length = len(next(iter(scores), sequence))
-            if len(sequence) != length:
-                raise ValueError(f"found {len(sequence)} residues; expected {length}, as in the "
-                                 "lines above for this chain")
-            scores[sequence].append(score)
+            place, sequence, score = parse_row(row, path.parent, column)
+            add_design(designs, place, sequence, score)
         except ValueError as error:
             problems.append(f"line {line}: {error}")
     refuse_lines(path, problems)
@@ -56,36 +89,175 @@ def read_designs(path: Path) -> dict:
     return designs
 
 
-def parse_row(row, folder):
-    """((path of the structure, chain, context chains), sequence, score) of a row of a table.
+def add_design(designs, place, sequence, score):
+    """Add a score. ValueError for another length than that of the sequences before."""
+    scores = designs[place]
+    length = len(next(iter(scores), sequence))
+    if len(sequence) != length:
+        raise ValueError(f"found {len(sequence)} residues; expected {length}, as in the lines "
+                         "above for this chain")
+    scores[sequence].append(score)
+
+
+def parse_row(row, folder, column):
+    """(Place, sequence, score) of a row of a table.
 
     folder: paths in the table are relative to it. Raises: ValueError with what is wrong."""
     cells = check_cells(row)
-    sequence = cells["sequence"].upper().replace("-", "X")
-    chain = cells["chain"]
+    chains = cells["chain"].replace(",", " ").split()
     context = cells.get("context", "").replace(",", " ").split()
-    chains = [chain, *context]
-    wrong = sorted(set(sequence) - set(LETTERS))
-    if wrong or not sequence:
-        raise ValueError(f"found {' '.join(wrong) or 'nothing'} in the sequence; expected letters "
-                         f"{LETTERS}")
-    try:
-        score = float(cells["score"])
-    except ValueError:
-        score = math.nan
-    if not abs(score) < LARGEST_SCORE:   # `not <` is true for nan too
-        raise ValueError(f"found the score {cells['score']!r:.60}; expected a number below "
-                         f"{LARGEST_SCORE:g}")
-    if not chain:
-        raise ValueError("found no chain; expected the name of the designed one, such as A")
-    if len(set(chains)) < len(chains):
-        raise ValueError(f"found the chains {' '.join(chains)}; expected each once, the designed "
+    parts = parse_sequence(cells["sequence"])
+    score = parse_score(cells[column])
+    if not chains:
+        raise ValueError("found no chain; expected the name of the designed one, such as A, or of "
+                         "several, such as A C")
+    named = [*chains, *context]
+    if len(set(named)) < len(named):
+        raise ValueError(f"found the chains {' '.join(named)}; expected each once, the designed "
                          "one first")
     path = folder / cells["pdb"]   # follow links to folders (".." depends on them), not to the file
     structure = path.parent.resolve() / path.name
     if not os.path.isfile(structure):   # False for a name that is too long, too
         raise ValueError(f"there is no file {cells['pdb']:.200}")
-    return (structure, chain, tuple(sorted(context))), sequence, score
+    return (*place_sequence(structure, chains, context, parts), score)
+
+
+def parse_sequence(text):
+    """The letters of each chain, which / separates. ValueError for other letters."""
+    parts = text.upper().replace("-", "X").split("/")
+    wrong = sorted(set("".join(parts)) - set(LETTERS))
+    if wrong or not all(parts):
+        raise ValueError(f"found {' '.join(wrong) or 'nothing'} in the sequence; expected letters "
+                         f"{LETTERS}")
+    return parts
+
+
+def parse_score(text):
+    """The number. Raises: ValueError."""
+    try:
+        score = float(text)
+    except ValueError:
+        score = math.nan
+    if not abs(score) < LARGEST_SCORE:   # `not <` is true for nan too
+        raise ValueError(f"found the score {text!r:.60}; expected a number below "
+                         f"{LARGEST_SCORE:g}")
+    return score
+
+
+def place_sequence(structure, chains, context, parts):
+    """(Place, sequence in its order of chains) of the letters `parts` of each of the chains."""
+    if len(parts) != len(chains):
+        raise ValueError(f"found {len(parts)} sequence(s), separated by /, for the chains "
+                         f"{' '.join(chains)}; expected one for each")
+    by_name = dict(zip(chains, parts))
+    place = Place(structure, tuple(sorted(chains)), tuple(sorted(context)))
+    return place, "".join(by_name[name] for name in place.design)
+
+
+# ---- the folder of sample_proteinmpnn.py ----
+
+def read_folder(args) -> dict:
+    """{Place: {sequence: [scores]}} of the FASTA files of --designs and the table of scores.
+
+    Raises: ValueError."""
+    found = fasta_designs(args.designs, args.structures)
+    by_beginning = collections.defaultdict(list)    # (structure, beginning of a header) -> designs
+    for name, header, place, sequence in found:
+        words = header.split(", ")
+        for n in range(1, len(words) + 1):
+            by_beginning[name, ", ".join(words[:n])].append((place, sequence))
+    names = sorted({name for name, *_ in found})
+    designs = collections.defaultdict(lambda: collections.defaultdict(list))
+    problems = []
+    required = ["header", args.score]
+    if len(names) > 1:
+        required.append("structure")
+    for line, row in read_rows(args.table, required, ("structure",)):
+        try:
+            cells = check_cells(row)
+            name = cells.get("structure") or names[0]
+            (place, sequence), = one_design(by_beginning, names, name, cells["header"])
+            add_design(designs, place, sequence, parse_score(cells[args.score]))
+        except ValueError as error:
+            problems.append(f"line {line}: {error}")
+    refuse_lines(args.table, problems)
+    n_scored = sum(len(scores) for scores in designs.values())
+    if not n_scored:
+        raise ValueError(f"{args.table} holds no score; expected lines below the header.")
+    return designs
+
+
+def one_design(by_beginning, names, name, header):
+    """[(Place, sequence)] of the one design with this header. Raises: ValueError."""
+    if name not in names:
+        raise ValueError(f"found the structure {name:.60}; expected one of "
+                         f"{' '.join(names[:MAX_LISTED])}")
+    found = by_beginning.get((name, header.removeprefix(">").strip()), [])
+    if len(found) != 1:
+        raise ValueError(f"{len(found)} sequences of {name} have the header {header!r:.80}; "
+                         "expected one: give the whole header, or its beginning up to a comma")
+    return found
+
+
+def fasta_designs(folder, structures):
+    """[(name of the structure, header, Place, sequence)] of FASTA files. Raises: ValueError."""
+    if (folder / "seqs").is_dir():
+        folder = folder / "seqs"
+    files = sorted(folder.glob("*.fa"))
+    if not files:
+        raise ValueError(f"found no file *.fa in {folder}; expected the folder that "
+                         "sample_proteinmpnn.py wrote with --out_folder.")
+    paths = {name_of(path): Path(path) for path in structure_files(structures)}
+    found = []
+    for file in files:
+        if file.stem not in paths:
+            raise ValueError(f"{file} has designs of {file.stem}, which is not among --structures; "
+                             f"found there {' '.join(list(paths)[:MAX_LISTED])}.")
+        path = paths[file.stem]
+        structure = path.parent.resolve() / path.name
+        sequences = list(named_sequences(file))
+        first, _ = sequences[0]
+        chains = names_in(first, "designed_chains", file)
+        context = names_in(first, "fixed_chains", file)
+        for header, text in sequences:
+            try:
+                placed = place_sequence(structure, chains, context, parse_sequence(text))
+            except ValueError as error:
+                raise ValueError(f"{file}, {header:.60}: {error}.") from None
+            found.append((file.stem, header, *placed))
+    return found
+
+
+def names_in(header, key, file):
+    """The list of names of chains that the first header of a FASTA file gives for a key."""
+    match = re.search(rf"{key}=(\[[^\]]*\])", header)
+    try:
+        names = ast.literal_eval(match[1])
+    except (TypeError, ValueError, SyntaxError):
+        names = None
+    if names is None or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{file} begins with {header!r:.80}; expected {key}=['A'] in this header, "
+                         "as in the FASTA of sample_proteinmpnn.py, which has the native sequence "
+                         "first.")
+    return names
+
+
+# ---- pairs ----
+
+def pairs_of_designs(designs, args):
+    """[(Place, [entry without structure and chains], [difference])], a row for each place."""
+    found = []
+    counts = collections.Counter()
+    for place, scores in designs.items():
+        room = None
+        if args.per_structure is not None:
+            room = args.per_structure - counts[place.structure]
+        pairs = make_pairs(scores, args.margin, room, args.lower_is_better)
+        counts[place.structure] += len(pairs)
+        entries = [{"preferred_seq": chosen, "unpreferred_seq": rejected}
+                   for chosen, rejected, _ in pairs]
+        found.append((place, entries, [difference for _, _, difference in pairs]))
+    return found
 
 
 def make_pairs(scores: dict, margin: float, most: int | None,
@@ -104,25 +276,73 @@ def make_pairs(scores: dict, margin: float, most: int | None,
     return pairs[:most]
 
 
-def make_entries(designs, args):
-    """Entries of the file of pairs, and {structure: number of its pairs}. ValueError for none."""
+def pairs_of_mutations(args):
+    """As pairs_of_designs, of a table of mutations; the number of its variants."""
+    table = read_mutations(args.table, args.score)
+    if not table.names_structures:
+        raise ValueError(f"{args.table} has no column pdb_file; expected the structure of each "
+                         "mutation there.")
+    proteins, skipped = place_all(table, see_all=False)
+    say_skipped(args.table, skipped, len(table.variants))
+    rules = Rules(margin=args.margin, lower_is_better=args.lower_is_better)
+    for name in FOR_MUTATIONS:
+        if getattr(args, name) is not None:
+            rules = rules._replace(**{name: getattr(args, name)})
+    found = []
+    counts = collections.Counter()
+    n_variants = 0
+    for protein in proteins:
+        path = Path(protein.structure.name)
+        place = Place(path.parent.resolve() / path.name, protein.complex.design,
+                      protein.complex.fixed)
+        values = collections.defaultdict(list)
+        for variant, changes in zip(protein.variants, protein.changes):
+            if math.isfinite(variant.measured):
+                values[tuple(sorted(changes))].append(variant.measured)
+        n_variants += len(values)
+        means = {variant: statistics.fmean(each) for variant, each in values.items()}
+        pairs = pair_mutations(means, rules, protein.complex.key)
+        if args.per_structure is not None:
+            pairs = pairs[:args.per_structure - counts[place.structure]]
+        counts[place.structure] += len(pairs)
+        S = protein.structure.chains[protein.chain].S
+        entries = [entry_of_mutations(S, pair) for pair in pairs]
+        found.append((place, entries, [pair.difference for pair in pairs]))
+    return found, n_variants
+
+
+def entry_of_mutations(S, pair):
+    """Sequences and mutable positions of a pair of variants of the chain S (L,)."""
+    better = mutated(S, pair.better)
+    worse = mutated(S, pair.worse)
+    differ = [row for row, (one, other) in enumerate(zip(better, worse)) if one != other]
+    return {"preferred_seq": better, "unpreferred_seq": worse, "mutable_positions": differ}
+
+
+def say_skipped(path, skipped, n):
+    """Print which variants are left out."""
+    if skipped:
+        print(f"{path}: {len(skipped):,} of {n:,} variants do not fit their structure and are left "
+              "out:", *skipped[:MAX_LISTED], sep="\n  ", file=sys.stderr)
+    if len(skipped) > MAX_LISTED:
+        print(f"  and {len(skipped) - MAX_LISTED:,} more", file=sys.stderr)
+
+
+def make_entries(found, args):
+    """Entries of the file of pairs, and {structure: number of its pairs}. ValueError for none.
+
+    found: of pairs_of_designs."""
     entries = []
     differences = []
     counts = collections.Counter()
-    for (structure, chain, context), scores in designs.items():
-        chains = {"chain_id": chain}
-        if context:
-            chains = {"design_chains": [chain], "fixed_chains": list(context)}
-        relative = os.path.relpath(structure, args.pairs.parent.resolve())
-        room = None
-        if args.per_structure is not None:
-            room = args.per_structure - counts[structure]
-        found = make_pairs(scores, args.margin, room, args.lower_is_better)
-        counts[structure] += len(found)
-        for chosen, rejected, difference in found:
-            entries.append({"pdb_file": relative, **chains, "preferred_seq": chosen,
-                            "unpreferred_seq": rejected})
-            differences.append(difference)
+    for place, of_place, its_differences in found:
+        chains = {"chain_id": place.design[0]}
+        if place.context or len(place.design) > 1:
+            chains = {"design_chains": list(place.design), "fixed_chains": list(place.context)}
+        relative = os.path.relpath(place.structure, args.pairs.parent.resolve())
+        counts[place.structure] += len(of_place)
+        entries += [{"pdb_file": relative, **chains, **entry} for entry in of_place]
+        differences += its_differences
     if not entries:
         by = ""
         advice = ""
@@ -138,16 +358,51 @@ def make_entries(designs, args):
     return entries, counts
 
 
+# ---- command ----
+
+def make_all(args):
+    """[(Place, entries, differences)] of the table, whatever its kind; number of sequences."""
+    has_mutations = "mutation" in table_columns(read_table_text(args.table))
+    check_kind(args, has_mutations)
+    if has_mutations:
+        return pairs_of_mutations(args)
+    designs = read_folder(args) if args.designs else read_designs(args.table, args.score)
+    return pairs_of_designs(designs, args), sum(len(scores) for scores in designs.values())
+
+
+def check_kind(args, has_mutations):
+    """ValueError for options that do not fit the kind of the table."""
+    given = [f"--{name}" for name in FOR_MUTATIONS if getattr(args, name) is not None]
+    if given and not has_mutations:
+        raise ValueError(f"found {' '.join(given)}, but {args.table} has no column mutation; "
+                         "expected both.")
+    if has_mutations and args.designs:
+        raise ValueError(f"found --designs, but {args.table} has a column mutation; expected one "
+                         "of them.")
+    if has_mutations and args.higher_is_better == args.lower_is_better:
+        raise ValueError(f"{args.table} is of mutations; expected --higher_is_better or "
+                         "--lower_is_better (ddG: lower, if positive values are destabilising).")
+    if bool(args.designs) != bool(args.structures):
+        raise ValueError("found one of --designs and --structures; expected both.")
+
+
 def check_options(args):
     """ValueError for numbers that make no sense."""
+    if args.higher_is_better and args.lower_is_better:
+        raise ValueError("found --higher_is_better and --lower_is_better; expected one of them.")
+    if args.rounds is not None and not 0 <= args.rounds <= MOST_ROUNDS:
+        raise ValueError(f"found --rounds {args.rounds}; expected 0 to {MOST_ROUNDS}.")
+    if args.wild_type is not None and not abs(args.wild_type) < LARGEST_SCORE:
+        raise ValueError(f"found --wild_type {args.wild_type}; expected a number below "
+                         f"{LARGEST_SCORE:g}.")
     if not args.margin >= 0 or (args.per_structure is not None and args.per_structure < 1):
         raise ValueError(f"found --margin {args.margin}, --per_structure "
                          f"{args.per_structure}; expected at least 0, and at least 1.")
 
 
-def check_output(args, designs):
+def check_output(args, found):
     """ValueError for a file to write that is also read."""
-    for path in (args.table, *(structure for structure, *_ in designs)):
+    for path in (args.table, *(place.structure for place, _, _ in found)):
         if args.pairs.exists() and args.pairs.samefile(path):
             raise ValueError(f"{args.pairs} is the table or a structure that it names; "
                              "expected another file to write.")
@@ -161,6 +416,15 @@ def make_parser():
     add("--margin", type=float, default=0.0, help="least difference of scores (default 0)")
     add("--per_structure", type=int, help="most pairs of a structure (default: all)")
     add("--lower_is_better", action="store_true", help="such as for energies")
+    add("--higher_is_better", action="store_true", help="the default, except for mutations")
+    add("--score", default="score", metavar="COLUMN", help="column of scores (default: score)")
+    add("--designs", type=Path, metavar="FOLDER",
+        help="of sample_proteinmpnn.py --out_folder; the table has scores by header")
+    add("--structures", nargs="+", metavar="PATH",
+        help="with --designs: the files or folders that were designed")
+    add("--against", choices=KINDS, help="of mutations: which pairs (default: both)")
+    add("--wild_type", type=float, metavar="VALUE", help="its score (default 0)")
+    add("--rounds", type=int, help="how many others each mutant meets (default 2)")
     add("--weights", action="store_true", help="weigh pairs by their difference of scores")
     return parser
 
@@ -169,9 +433,9 @@ def main(argv):
     try:
         args = make_parser().parse_args(argv)
         check_options(args)
-        designs = read_designs(args.table)
-        check_output(args, designs)
-        entries, counts = make_entries(designs, args)
+        found, n_sequences = make_all(args)
+        check_output(args, found)
+        entries, counts = make_entries(found, args)
         if args.pairs.suffix.lower() == ".jsonl":
             text = "\n".join(json.dumps(entry) for entry in entries)
         else:
@@ -180,11 +444,11 @@ def main(argv):
     except (ValueError, OSError) as error:
         print(f"pairs_from_scores.py: error: {error}", file=sys.stderr)
         return 2
-    say_result(args, designs, entries, counts)
+    say_result(args, n_sequences, entries, counts)
     return 0
 
 
-def say_result(args, designs, entries, counts):
+def say_result(args, n_sequences, entries, counts):
     """Print what was written: pairs per structure, weights, totals."""
     for structure, n in counts.items():
         print(f"{n:>6}  {os.path.relpath(structure)}")
@@ -193,7 +457,6 @@ def say_result(args, designs, entries, counts):
         print(f"weights {min(weights):g} to {max(weights):g}, median "
               f"{statistics.median(weights):g}")
     print(f"preferred: the {'lower' if args.lower_is_better else 'higher'} score")
-    n_sequences = sum(len(scores) for scores in designs.values())
     n_used = sum(n > 0 for n in counts.values())
     print(f"{len(entries):,} pairs on {n_used:,} of {len(counts):,} structure(s), from "
           f"{n_sequences:,} sequences, written to {args.pairs}")

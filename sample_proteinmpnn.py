@@ -98,11 +98,11 @@ from mpnn.fast_cpu import speed_up
 from mpnn.model import MAX_TEMPERATURE, decoding_order, gumbel_noise, load_proteinmpnn
 from mpnn.mutations import place_all, read_mutations
 from mpnn.published import find_weights
-from mpnn.settings import PER_STRUCTURE, Design, letter_bias, name_of, read_json
-from mpnn.structures import FORMATS
+from mpnn.settings import (PER_STRUCTURE, Design, letter_bias, name_of, read_json,
+                           structure_files)
 from mpnn.tables import MAX_LISTED
-from mpnn.variant_tables import (Scoring, all_single_mutations, correlate_proteins, score_proteins,
-                                 table_text)
+from mpnn.variant_tables import (SCORE, Scoring, all_single_mutations, correlate_proteins,
+                                 score_proteins, table_text)
 from mpnn.variants import log_probs_decoded_last
 from sedd.sequences import LETTERS, X_ID, keyed_generator, named_sequences
 from training.config import Parser
@@ -325,37 +325,6 @@ def check_pssm_options(args):
     if not 0 <= args.pssm_multi <= 1 or not math.isfinite(args.pssm_threshold):
         raise ValueError(f"found --pssm_multi {args.pssm_multi}, --pssm_threshold "
                          f"{args.pssm_threshold}; expected 0 to 1, and a number.")
-
-
-def structure_files(args):
-    """Paths of all structures, also those in folders. ValueError for none, or two of one name."""
-    paths = []
-    for path in args.structures:
-        if os.path.isdir(path):
-            paths += files_in(path)
-        else:
-            paths.append(path)
-    by_name = {}
-    for path in paths:
-        by_name.setdefault(name_of(path), []).append(path)
-    for same in by_name.values():
-        if len(same) > 1:
-            raise ValueError(f"found {' and '.join(same)}, whose designs would have one name; "
-                             "expected structures of different names. Rename one or leave it out.")
-    return paths
-
-
-def files_in(folder):
-    """Sorted paths of the structures in a folder. ValueError for none."""
-    files = []
-    for file in Path(folder).iterdir():
-        is_structure = file.name.lower().removesuffix(".gz").endswith(FORMATS)
-        if is_structure and not file.name.startswith("._") and not file.is_dir():
-            files.append(str(file))
-    if not files:
-        raise ValueError(f"found no structure in the folder {folder}; expected files with "
-                         f"names in {' '.join(FORMATS)}, perhaps with .gz.")
-    return sorted(files)
 
 
 def output_files(args, paths):
@@ -655,7 +624,7 @@ def read_given(args, design):
 @torch.no_grad()
 def run(args):
     """Read everything, then write structure by structure. Raises ValueError or OSError."""
-    paths = structure_files(args)
+    paths = structure_files(args.structures)
     args.checkpoint = str(find_weights(args.checkpoint))
     for path in args.score_only or ():
         if not os.path.isfile(path):
@@ -732,12 +701,15 @@ def load_for_scoring(path, device):
 def read_variants(args):
     """The Protein list of --scan or --mutations. Prints how the input was understood."""
     if args.scan:
-        paths = structure_files(args)
+        paths = structure_files(args.structures)
         designs = read_designs(paths, args)
         for note in [note for design in designs for note in design.notes]:
             print(note, file=sys.stderr)
         return [all_single_mutations(design, path) for design, path in zip(designs, paths)]
     table = read_mutations(args.mutations, args.measured)
+    if SCORE in table.variants[0].cells:
+        raise ValueError(f"{args.mutations} has a column {SCORE}, which is the name of the result; "
+                         "expected another name for it.")
     if table.names_structures == bool(args.structures) or len(args.structures) > 1:
         raise ValueError(f"found {len(args.structures)} structure(s) on the command line, and "
                          f"{args.mutations} {'with' if table.names_structures else 'without'} a "

@@ -13,16 +13,16 @@ are in one chain. Writes nothing. No model here.
 from __future__ import annotations
 
 import math
+import os
 import re
 from pathlib import Path
 from typing import NamedTuple
 
 from mpnn.structures import Chain, Complex, Structure, read_structure
-from mpnn.tables import check_cells, read_rows, read_text, refuse_lines
+from mpnn.tables import check_cells, read_rows, read_table_text, refuse_lines, table_columns
 from sedd.sequences import AMINO_ACIDS, LETTERS
 
 OPTIONAL = ("pdb_file", "chain", "context")
-SCORE = "score"         # the column that is added to a table
 LARGEST = 1e100         # measured value, so that sums of squares stay finite
 
 
@@ -163,12 +163,8 @@ def find_residues(mutations: tuple[Mutation, ...], chain: Chain) -> list[tuple[i
 
 def rows_of(path, measured):
     """[(line number, {column: text})] of a table, or of a list as a table with one column."""
-    text = read_text(path)
-    columns = [cell.strip() for cell in re.split("[,\t]", text.lstrip().partition("\n")[0])]
-    if "mutation" in columns:
-        if SCORE in columns:
-            raise ValueError(f"{path} has a column {SCORE}, which is the name of the result; "
-                             "expected another name for it.")
+    text = read_table_text(path)
+    if "mutation" in table_columns(text):
         required = ["mutation"]
         if measured:
             required.append(measured)
@@ -190,17 +186,17 @@ def read_variant(text):
     for word in re.findall(r"[^\s:,;+/]+", text):
         parts = re.fullmatch(rf"([{AMINO_ACIDS}])(-?\d+[A-Za-z]?)([{AMINO_ACIDS}])", word)
         if not parts:
-            raise ValueError(f"found {word!a}; expected such as A12V: the wild type's letter, the "
-                             "residue's number in the file, the mutant's letter. (A table has the "
-                             "column mutation, named in line 1)")
+            raise ValueError(f"found {word!a:.60}; expected such as A12V: the wild type's letter, "
+                             "the residue's number in the file, the mutant's letter. (A table has "
+                             "the column mutation, named in line 1)")
         mutation = Mutation(*parts.groups())
         if mutation.wild_type == mutation.mutant:
             raise ValueError(f"found {word}, which changes nothing")
         mutations.append(mutation)
     numbers = [mutation.number for mutation in mutations]
     if not numbers or len(set(numbers)) < len(numbers):
-        raise ValueError(f"found {text or 'no mutation'}; expected one or more, each of another "
-                         "residue, such as A12V:G45D")
+        raise ValueError(f"found {text or 'no mutation':.60}; expected one or more, each of "
+                         "another residue, such as A12V:G45D")
     return tuple(mutations)
 
 
@@ -213,14 +209,15 @@ def read_value(text, column):
     except ValueError:
         value = math.nan
     if not abs(value) < LARGEST:        # `not <` is true for nan too
-        raise ValueError(f"found {text!a} as {column}; expected a number, or nothing")
+        raise ValueError(f"found {text!a:.60} as {column}; expected a number, or nothing")
     return value
 
 
 def check_structure_file(path, cells):
     """ValueError for a line of a table that names a file which is not there."""
-    if "pdb_file" in cells and not (path.parent / cells["pdb_file"]).is_file():
-        raise ValueError(f"there is no file {cells['pdb_file'] or '(empty cell)'}")
+    name = cells.get("pdb_file", path.name)
+    if not os.path.isfile(path.parent / name):
+        raise ValueError(f"there is no file {name or '(empty cell)':.200}")
 
 
 # ---- structures ----

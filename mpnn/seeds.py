@@ -9,6 +9,7 @@ FOR_PAIRS = 2
 FOR_LENGTHS = 3
 FOR_STEPS = 4
 FOR_DEMO = 5
+FOR_MUTATIONS = 6
 
 
 def random_words(n: int, *integers: int) -> np.ndarray:

@@ -14,6 +14,7 @@ other structures, and for chains that are not designed, are ignored, with a note
 import argparse
 import json
 import math
+import os
 import re
 from pathlib import Path
 
@@ -22,7 +23,7 @@ import torch
 
 from mpnn.model import Pssm, allowed_letters, mean_in_groups
 from mpnn.pairs import quote, unique_keys
-from mpnn.structures import Complex, parse_positions, read_structure
+from mpnn.structures import FORMATS, Complex, parse_positions, read_structure
 from sedd.sequences import AMINO_ACIDS, LETTERS, X_ID, decode, encode
 
 MOST_BYTES = 1 << 28    # of a file of settings; a PSSM of 1,000 residues has 0.5 MB
@@ -343,6 +344,37 @@ class Design:
 def name_of(path: str) -> str:
     """Name of a structure: its file's name without folder and suffix."""
     return Path(re.sub(r"\.gz$", "", str(path), flags=re.I)).stem
+
+
+def structure_files(given: list[str]) -> list[str]:
+    """Paths of structures, those in given folders too. ValueError for none, or two of one name."""
+    paths = []
+    for path in given:
+        if os.path.isdir(path):
+            paths += files_in(path)
+        else:
+            paths.append(path)
+    by_name = {}
+    for path in paths:
+        by_name.setdefault(name_of(path), []).append(path)
+    for same in by_name.values():
+        if len(same) > 1:
+            raise ValueError(f"found {' and '.join(same)}, whose designs would have one name; "
+                             "expected structures of different names. Rename one or leave it out.")
+    return paths
+
+
+def files_in(folder):
+    """Sorted paths of the structures in a folder. ValueError for none."""
+    files = []
+    for file in Path(folder).iterdir():
+        is_structure = file.name.lower().removesuffix(".gz").endswith(FORMATS)
+        if is_structure and not file.name.startswith("._") and not file.is_dir():
+            files.append(str(file))
+    if not files:
+        raise ValueError(f"found no structure in the folder {folder}; expected files with "
+                         f"names in {' '.join(FORMATS)}, perhaps with .gz.")
+    return sorted(files)
 
 
 def choose_chains(args, structure, entry):

@@ -6,9 +6,14 @@
 import collections
 import csv
 import io
+import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from training.files import read_text
+
+MOST_BYTES = 1 << 30        # of a table: millions of lines
 MAX_LISTED = 10
 
 
@@ -21,13 +26,13 @@ def read_rows(path: Path, required: Sequence[str],
         optional: columns that may be there, once.
     Raises: ValueError. A row with more or fewer cells than columns passes: see check_cells.
     """
-    text = read_text(path)
+    text = read_table_text(path)
     try:
         dialect = "excel-tab" if "\t" in text.partition("\n")[0] else "excel"
         rows = csv.DictReader(io.StringIO(text, newline=""), dialect=dialect, skipinitialspace=True)
         found = [(rows.line_num, row) for row in rows]
     except csv.Error as error:
-        raise no_table(path, error) from None
+        raise ValueError(f"{path} is no table: {error}; expected CSV in UTF-8.") from None
     times = collections.Counter(rows.fieldnames)
     wrong = [name for name in required if times[name] != 1]
     wrong += [name for name in optional if times[name] > 1]
@@ -37,18 +42,17 @@ def read_rows(path: Path, required: Sequence[str],
     return found
 
 
-def read_text(path: Path) -> str:
-    """The text of a table. Raises: ValueError for no file, and for one that is not UTF-8."""
-    if not path.is_file():
-        raise ValueError(f"there is no file {path}; expected a table in CSV.")
-    try:
-        return path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise no_table(path, error) from None
+def read_table_text(path: Path) -> str:
+    """The text of a table. Raises: ValueError for what is no file of text, or too large."""
+    if not os.path.isfile(path):
+        raise ValueError(f"there is no file {str(path):.200}; expected a table in CSV.")
+    return read_text(path, MOST_BYTES)
 
 
-def no_table(path, error):
-    return ValueError(f"{path} is no table: {error}; expected CSV in UTF-8.")
+def table_columns(text: str) -> list[str]:
+    """The words of the first line of a table's text, such as the names of its columns."""
+    line = text.lstrip().partition("\n")[0]
+    return [cell.strip().strip('"') for cell in re.split("[,\t]", line)]
 
 
 def check_cells(row: dict) -> dict:

@@ -19,11 +19,12 @@ from tqdm import tqdm
 
 from mpnn.correlation import Report, correlate
 from mpnn.model import ProteinMPNN
-from mpnn.mutations import SCORE, Mutation, Protein, Variant
+from mpnn.mutations import Mutation, Protein, Variant
 from mpnn.settings import Design
 from mpnn.variants import score_alone, score_variants, work_of
 from sedd.sequences import AMINO_ACIDS, LETTERS
 
+SCORE = "score"         # the column that is added to a table
 PATIENCE = 10.0         # seconds of silence, after which there is a progress bar
 
 

@@ -76,9 +76,159 @@ def test_the_cap_is_for_a_structure_and_context_chains_become_fixed_chains(tmp_p
     (TABLE + "no.pdb,AAA,1,A\n", [], "line 2: there is no file no.pdb"),
     (TABLE + "n" * 5000 + ",AAA,1,A\n", [], "line 2: there is no file nnn"),
     (TABLE + "x.pdb,AAA,1,A\nx.pdb,CCC,2,A\n", ["--margin", "5"], "Lower --margin"),
-    (TABLE + "x.pdb,AAA,1,A\nx.pdb,CCC,2\n", [], "line 3: found more or fewer cells")])
+    (TABLE + "x.pdb,AAA,1,A\nx.pdb,CCC,2\n", [], "line 3: found more or fewer cells"),
+    (TABLE + "x.pdb,AAA,1,A C\n", [], "line 2: found 1 sequence(s), separated by /, for the "),
+    (TABLE + "x.pdb,AAA/CC,1,A\n", [], "line 2: found 2 sequence(s), separated by /, for the "),
+    (TABLE + "x.pdb,AAA/,1,A C\n", [], "line 2: found nothing in the sequence"),
+    (TABLE, ["--score", "energy"], "no column energy, or two"),
+    (TABLE, ["--rounds", "1"], "found --rounds, but "),
+    (TABLE, ["--designs", "."], "found one of --designs and --structures"),
+    (TABLE, ["--lower_is_better", "--higher_is_better"], "expected one of them")])
 def test_a_wrong_table_is_refused_whole(tmp_path, capsys, text, options, expected):
     assert run(tmp_path, text, *options) == 2
     err = capsys.readouterr().err
     assert expected in err and err.count("error: ") == 1
     assert not (tmp_path / "p.json").exists()
+
+
+# ---- several designed chains ----
+
+def test_designs_of_several_chains_are_joined_in_the_order_of_the_names(tmp_path):
+    (tmp_path / "s.pdb").write_text(Atoms().add("A", 1, "ALA").add("A", 2, "GLY").add("B", 1, "SER")
+                                    .add("C", 1, "TRP").pdb())
+    (tmp_path / "t.csv").write_text("pdb,sequence,score,chain,context\ns.pdb,CD/E,2,A C,B\n"
+                                    "s.pdb,F/GH,1,C A,B\n")
+    assert main([str(tmp_path / "t.csv"), str(tmp_path / "p.json")]) == 0
+    pair, = read_pairs(tmp_path / "p.json")
+    assert (decode(pair.chosen), decode(pair.rejected)) == ("CDE", "GHF")
+    assert pair.complex.design == ("A", "C") and pair.complex.fixed == ("B",)
+
+
+# ---- measured mutations ----
+
+def pairs_of_table(folder, text, *options):
+    (folder / "m.csv").write_text(text)
+    assert main([str(folder / "m.csv"), str(folder / "p.json"), *options]) == 0
+    return json.loads((folder / "p.json").read_text())
+
+
+DDG = "pdb_file,chain,mutation,ddg\n"
+MEASURED = ("--score", "ddg", "--lower_is_better")
+
+
+def test_each_mutant_meets_the_wild_type_at_the_positions_that_differ(small):
+    rows = "small.pdb,A,M1A,2\nsmall.pdb,A,K2R:V5A,-1\nsmall.pdb,A,K2R,\nsmall.pdb,A,K2W,0\n"
+    entries = pairs_of_table(small, DDG + rows, *MEASURED, "--against", "wild_type")
+    assert entries == [
+        {"pdb_file": "small.pdb", "chain_id": "A", "preferred_seq": "MKXXVLA",
+         "unpreferred_seq": "AKXXVLA", "mutable_positions": [0]},
+        {"pdb_file": "small.pdb", "chain_id": "A", "preferred_seq": "MRXXALA",
+         "unpreferred_seq": "MKXXVLA", "mutable_positions": [1, 4]}]
+    assert [pair.chain_M.sum() for pair in read_pairs(small / "p.json")] == [1, 2]
+
+
+def test_in_each_round_each_mutant_meets_another(small):
+    rows = "".join(f"small.pdb,A,K2{letter},{value}\n" for value, letter in enumerate("ACDEFG"))
+    entries = pairs_of_table(small, DDG + rows, *MEASURED, "--against", "mutants", "--rounds", "1")
+    met = sorted(entry[key][1] for entry in entries
+                 for key in ("preferred_seq", "unpreferred_seq"))
+    assert met == list("ACDEFG")
+    assert all(entry["preferred_seq"] < entry["unpreferred_seq"] for entry in entries)
+    assert all(entry["mutable_positions"] == [1] for entry in entries)
+    again = pairs_of_table(small, DDG + rows, *MEASURED, "--against", "mutants", "--rounds", "1")
+    more = pairs_of_table(small, DDG + rows, *MEASURED, "--against", "mutants", "--rounds", "9")
+    assert again == entries and len(more) > 6
+    assert len({(entry["preferred_seq"], entry["unpreferred_seq"]) for entry in more}) == len(more)
+
+
+@pytest.mark.parametrize("options, letters", [
+    (["--lower_is_better"], "KA KC KD"), (["--higher_is_better"], "DK CK AK"),
+    (["--lower_is_better", "--margin", "2"], "KA KC"),
+    (["--lower_is_better", "--per_structure", "1"], "KA"),
+    (["--lower_is_better", "--wild_type", "2.5"], "CK DK KA")])
+def test_pairs_with_the_wild_type_follow_the_rules(options, letters, small):
+    rows = "".join(f"small.pdb,A,K2{letter},{value}\n"
+                   for letter, value in (("A", 3), ("C", 2.5), ("C", 1.5), ("D", 1)))
+    entries = pairs_of_table(small, DDG + rows, "--score", "ddg", "--against", "wild_type",
+                             *options)
+    found = {entry["preferred_seq"][1] + entry["unpreferred_seq"][1] for entry in entries}
+    assert found == set(letters.split())
+
+
+def test_context_chains_of_mutations_become_fixed_chains(small):
+    entry, = pairs_of_table(small, "pdb_file,chain,context,mutation,score\n"
+                                   "small.pdb,B,A,G10W,1\n", "--higher_is_better")
+    assert entry["design_chains"] == ["B"] and entry["fixed_chains"] == ["A"]
+    assert entry["preferred_seq"] == "WW" and entry["mutable_positions"] == [0]
+
+
+@pytest.mark.parametrize("text, options, said", [
+    (DDG + "small.pdb,A,M1A,1\n", ["--score", "ddg"], "expected --higher_is_better or "),
+    ("mutation,score\nM1A,1\n", ["--lower_is_better"], "has no column pdb_file"),
+    (DDG + "small.pdb,A,A1M,1\n", MEASURED, "no variant fits its structure"),
+    (DDG + "small.pdb,A,M1A,0\n", MEASURED, "no two sequences of a structure differ"),
+    (DDG + "small.pdb,A,M1A,x\n", MEASURED, "line 2: found 'x' as ddg"),
+    (DDG + "small.pdb,A,M1A,1\n", [*MEASURED, "--rounds", "-1"], "found --rounds -1"),
+    (DDG + "small.pdb,A,M1A,1\n", [*MEASURED, "--wild_type", "nan"], "found --wild_type nan"),
+    (DDG + "small.pdb,A,M1A,1\n", [*MEASURED, "--designs", "."], "expected one of them")])
+def test_a_wrong_table_of_mutations_is_refused(text, options, said, small, capsys):
+    (small / "m.csv").write_text(text)
+    assert main([str(small / "m.csv"), str(small / "p.json"), *options]) == 2
+    assert said in capsys.readouterr().err
+    assert not (small / "p.json").exists()
+
+
+# ---- designs of sample_proteinmpnn.py ----
+
+@pytest.fixture
+def designed(small):
+    """A folder with designs of small.pdb and of two.pdb, and the structures beside it."""
+    (small / "two.pdb").write_text((small / "small.pdb").read_text())
+    (small / "out" / "seqs").mkdir(parents=True)
+    for name in ("small", "two"):
+        (small / "out" / "seqs" / f"{name}.fa").write_text(
+            f">{name}, score=1.5, fixed_chains=['A'], designed_chains=['B'], seed=0\nGW\n"
+            ">T=0.1, sample=1, score=1.2\nAC\n>T=0.1, sample=2, score=1.1\nDE\n"
+            ">T=0.1, sample=10, score=1.1\nFG\n")
+    return small
+
+
+def pairs_of_folder(folder, text, code=0, structures=None):
+    (folder / "t.csv").write_text(text)
+    structures = structures or [folder / "small.pdb", folder / "two.pdb"]
+    assert main([str(folder / "t.csv"), str(folder / "p.json"), "--designs", str(folder / "out"),
+                 "--structures", *map(str, structures)]) == code
+
+
+def test_scores_by_header_make_pairs_of_a_folder_of_designs(designed):
+    pairs_of_folder(designed, "structure,header,score\nsmall,small,1\n"
+                              'small,"T=0.1, sample=1",2\ntwo,"T=0.1, sample=1, score=1.2",3\n'
+                              'two,">T=0.1, sample=10",4\n')
+    found = [(entry["pdb_file"], entry["design_chains"], entry["fixed_chains"],
+              entry["preferred_seq"], entry["unpreferred_seq"])
+             for entry in json.loads((designed / "p.json").read_text())]
+    assert found == [("small.pdb", ["B"], ["A"], "AC", "GW"), ("two.pdb", ["B"], ["A"], "FG", "AC")]
+    assert len(read_pairs(designed / "p.json")) == 2
+
+
+@pytest.mark.parametrize("text, said", [
+    ("header,score\nsmall,1\n", "has no column structure, or two"),
+    ("structure,header,score\nx,small,1\n", "line 2: found the structure x; expected one of small"),
+    ("structure,header,score\nsmall,T=0.1,1\n", "3 sequences of small have the header 'T=0.1'"),
+    ("structure,header,score\nsmall,d1,1\n", "0 sequences of small have the header 'd1'"),
+    ("structure,header,score\nsmall,small,\n", "line 2: found the score ''"),
+    ("structure,header,score\n", "holds no score")])
+def test_scores_that_fit_no_design_are_refused(text, said, designed, capsys):
+    pairs_of_folder(designed, text, code=2)
+    assert said in capsys.readouterr().err and not (designed / "p.json").exists()
+
+
+def test_a_folder_that_does_not_fit_is_refused(designed, capsys):
+    fasta = designed / "out" / "seqs" / "two.fa"
+    for change, structures, said in (
+            (lambda: None, [designed / "small.pdb"], "of two, which is not among --structures"),
+            (lambda: fasta.write_text(">T=0.1\nAC\n"), None, "expected designed_chains=['A']"),
+            (lambda: [path.unlink() for path in fasta.parent.iterdir()], None, "no file *.fa")):
+        change()
+        pairs_of_folder(designed, "structure,header,score\nsmall,small,1\n", 2, structures)
+        assert said in capsys.readouterr().err

@@ -160,6 +160,11 @@ def test_without_mutations_their_options_are_refused(options, said, folder, caps
     assert said in capsys.readouterr().err
 
 
+def test_a_column_of_the_name_of_the_result_is_refused(score):
+    _, err = score("mutation,score\nK11W,2\n", "one.pdb", code=2)
+    assert "m.csv has a column score" in err
+
+
 def test_a_table_with_structures_takes_none_on_the_command_line(score):
     _, err = score("pdb_file,mutation\none.pdb,K11W\n", "one.pdb", code=2)
     assert "found 1 structure(s) on the command line, and m.csv with a column pdb_file" in err

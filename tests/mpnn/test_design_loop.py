@@ -1,0 +1,72 @@
+"""The loop of design, without a script of one's own but the score: draw, score, make pairs, train,
+draw again with the new weights."""
+import csv
+
+import numpy as np
+import pytest
+import torch
+
+import pairs_from_scores
+import sample_proteinmpnn
+from ddp_setup import Ddp
+from mpnn.demo import PHI_PSI, build_backbone
+from mpnn.model import random_proteinmpnn, to_checkpoint
+from mpnn_cases import Atoms
+from sedd.sequences import named_sequences
+from train_dpo_ddp import Config, prepare, train
+from training.config import load_config
+from training.finish import prepare_and_train
+from training_runs import words
+
+SETTINGS = {"model.base_model_name": "base", "training.num_epochs": 4, "training.batch_size": 8,
+            "optim.lr": 2e-3, "optim.warmup": 1, "data.val_fraction": 0, "loss.beta": 0.1,
+            "monitoring.n_designs": 0}
+
+
+@pytest.fixture
+def structures(tmp_path):
+    """A folder with a helix and a strand of 12 alanines."""
+    (tmp_path / "pdbs").mkdir()
+    for kind in ("helix", "strand"):
+        atoms = Atoms()
+        for i, xyz in enumerate(build_backbone(*zip(*[PHI_PSI[kind]] * 12))):
+            atoms.add("A", i + 1, "ALA", xyz=xyz)
+        (tmp_path / "pdbs" / f"{kind}.pdb").write_text(atoms.pdb())
+    return tmp_path / "pdbs"
+
+
+def net_charge(sequence):
+    return sum(map(sequence.count, "KR")) - sum(map(sequence.count, "DE"))
+
+
+def draw(weights, structures, folder):
+    """Design each structure 8 times. Returns: [(structure, header, net charge)] of the designs."""
+    assert sample_proteinmpnn.main([str(weights), str(structures), "--num", "8", "--temperature",
+                                    "1", "--orders", "1", "--out_folder", str(folder)]) == 0
+    found = []
+    for path in sorted((folder / "seqs").glob("*.fa")):
+        designs = list(named_sequences(path))[1:]       # without the native sequence
+        found += [(path.stem, header, net_charge(sequence)) for header, sequence in designs]
+    return found
+
+
+def test_after_a_turn_of_the_loop_designs_score_higher(structures, tmp_path):
+    model = random_proteinmpnn(0, hidden_size=16, n_encoder=1, n_decoder=1, num_edges=8)
+    torch.save(to_checkpoint(model), tmp_path / "base.pt")
+    before = draw(tmp_path / "base.pt", structures, tmp_path / "before")
+    assert len(before) == 16
+    with open(tmp_path / "scores.csv", "w") as file:
+        writer = csv.writer(file)
+        writer.writerows([("structure", "header", "score"), *before])
+    assert pairs_from_scores.main(
+        [str(tmp_path / "scores.csv"), str(tmp_path / "pairs.json"), "--margin", "1", "--designs",
+         str(tmp_path / "before"), "--structures", str(structures)]) == 0
+    config = load_config(Config, None, words(
+        SETTINGS, model__base_model_dir=tmp_path, data__train_data=tmp_path / "pairs.json"))
+    ddp = Ddp()
+    prepare_and_train(ddp, lambda: prepare(config, ddp, tmp_path / "run"), train)
+    after = draw(tmp_path / "run" / "latest_model.pt", structures, tmp_path / "after")
+    gains = [np.mean([charge for name, _, charge in after if name == structure])
+             - np.mean([charge for name, _, charge in before if name == structure])
+             for structure in ("helix", "strand")]
+    assert min(gains) > 0.5, gains
