@@ -431,9 +431,16 @@ class DecoderLayer(nn.Module):
             present, mask:     (M, L, K) and (M, L) bool.
         Returns: h_V (M, L, H).
         """
+        return self.update(h_V, self.hidden(h_V, edges, neighbours), present, mask)
+
+    def hidden(self, h_V, edges, neighbours):
+        """Messages (M, L, K, H) before their last linear layer, each of one neighbour alone."""
         centre, _, _, _ = self.W1.blocks()
         x = (edges + neighbours).add_(F.linear(h_V, centre, self.W1.bias)[..., None, :])
-        hidden = F.gelu(self.W2(F.gelu(x)))
+        return F.gelu(self.W2(F.gelu(x)))
+
+    def update(self, h_V, hidden, present, mask):
+        """h_V after the messages of `hidden`."""
         h_V = self.norm1(h_V + self.drop(sum_messages(hidden, present, self.W3)))
         return self.norm2(h_V + self.drop(self.dense(h_V))) * mask[..., None]
 

@@ -14,7 +14,8 @@ place of residue i in the decoding order is little, and only this is computed an
 
 Of what has changed, only that counts which reaches i: in the last layer i alone, in the layer
 before it the neighbours of i, and so on. With three layers and 48 neighbours that is about 50
-residues for each i, instead of three times all.
+residues for each i, instead of three times all. In the first layer, moreover, only the message of i
+itself is another; those of the other neighbours are kept from the pass of the whole order.
 """
 from __future__ import annotations
 
@@ -191,6 +192,7 @@ class OneOrder:
         self.visible = decoded_before(step_of_residue(order), encoding.E_idx)[0]    # (L, K)
         self.h_S = model.W_s(S[0])
         self.layers = []            # (layer, its h_V (L, H), table (2L, H), edges (L, K, H))
+        self.first_hidden = None    # of the first layer (L, K, H)
         index = torch.where(self.visible, self.E_idx, self.E_idx + len(self.E_idx))
         undecoded = encoding.h_V[0]
         h_V = undecoded
@@ -198,28 +200,57 @@ class OneOrder:
             table = torch.cat([layer.decoded(h_V, self.h_S), layer.undecoded(undecoded)])
             edges = layer.edges(encoding.h_E)[0]
             self.layers.append((layer, h_V, table, edges))
-            h_V = layer(h_V, edges, table[index], self.present, self.mask)
+            hidden = layer.hidden(h_V, edges, table[index])
+            if self.first_hidden is None:
+                self.first_hidden = hidden
+            h_V = layer.update(h_V, hidden, self.present, self.mask)
 
     def log_probs_of_last(self, moved):
         """Log-probabilities (P, 21) of residues moved (P,), each moved to the end of the order."""
         L = len(self.E_idx)
-        # For each moved residue, the row of the table that a decoded residue has: at first its own.
+        (p, i), *later = self.rows_to_compute(moved)
+        new = self.first_layer(moved[p], i)     # h_V of the residues computed anew
+        # For each moved residue, the row of the table that a decoded residue has: its own, or one
+        # of those that are appended for the residues computed anew.
         own_rows = torch.arange(L, device=moved.device).repeat(len(moved), 1)       # (P, L)
-        row_of = own_rows
-        new = self.h_S[:0]          # h_V of the residues computed anew in the layer before: none
-        letters = self.h_S[:0]      # theirs
-        for (layer, h_V, table, edges), (p, i) in zip(self.layers, self.rows_to_compute(moved)):
-            table = torch.cat([table, layer.decoded(new, letters)])
-            h_V = torch.cat([h_V, torch.zeros_like(h_V), new])          # rows as in the table
-            E_idx = self.E_idx[i]                                                   # (n, K)
-            end = moved[p, None]
-            visible = (self.visible[i] | (i[:, None] == end)) & (E_idx != end)
-            index = torch.where(visible, row_of[p[:, None], E_idx], E_idx + L)
-            new = layer(h_V[row_of[p, i]], edges[i], table[index], self.present[i], self.mask[i])
-            letters = self.h_S[i]
+        for (layer, h_V, table, edges), (next_p, next_i) in zip(self.layers[1:], later):
             row_of = own_rows.clone()
             row_of[p, i] = 2 * L + torch.arange(len(i), device=moved.device)
+            table = torch.cat([table, layer.decoded(new, self.h_S[i])])
+            h_V = torch.cat([h_V, torch.zeros_like(h_V), new])          # rows as in the table
+            p = next_p
+            i = next_i
+            E_idx = self.E_idx[i]                                                   # (n, K)
+            index = torch.where(self.visible_to(i, moved[p]), row_of[p[:, None], E_idx], E_idx + L)
+            new = layer(h_V[row_of[p, i]], edges[i], table[index], self.present[i], self.mask[i])
         return self.model.log_probs(new)
+
+    def first_layer(self, last, i):
+        """h_V (n, H) of residues i (n,) after the first layer, each with its `last` (n,) moved to
+        the end of the order."""
+        layer, h_V, table, edges = self.layers[0]
+        L = len(self.E_idx)
+        hidden = self.first_hidden[i]                                               # (n, K, H)
+        # The moved residue is a neighbour of the others, and no longer seen.
+        others = (i != last).nonzero()[:, 0]
+        of_others = i[others]
+        slot = (self.E_idx[of_others] == last[others, None]).long().argmax(1)
+        message = layer.hidden(h_V[of_others], edges[of_others, slot, None],
+                               table[L + last[others], None])
+        hidden[others, slot] = message[:, 0]
+        # Itself it sees all its neighbours.
+        ends = (i == last).nonzero()[:, 0]
+        at_end = i[ends]
+        E_idx = self.E_idx[at_end]
+        index = torch.where(self.visible_to(at_end, at_end), E_idx, E_idx + L)
+        hidden[ends] = layer.hidden(h_V[at_end], edges[at_end], table[index])
+        return layer.update(h_V[i], hidden, self.present[i], self.mask[i])
+
+    def visible_to(self, i, last):
+        """(n, K) bool: which neighbours of residues i (n,) are decoded before them, if `last` (n,)
+        is at the end of the order."""
+        is_last = (i == last)[:, None]
+        return (self.visible[i] | is_last) & (self.E_idx[i] != last[:, None])
 
     def rows_to_compute(self, moved):
         """For each layer (number of the moved residue (n,), residue (n,)), of those that differ
