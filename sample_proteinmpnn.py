@@ -135,7 +135,8 @@ PUBLISHED_OPTIONS = {
     "--model_name": "the weights as the first argument, such as v_48_020",
     "--use_soluble_model": "soluble/v_48_020, or a file of soluble_model_weights, as the first "
                            "argument",
-    "--ca_only": "weights for full backbones; CA-only models are not supported",
+    "--ca_only": "ca/v_48_020, or a file of ca_model_weights, as the first argument: a CA-only "
+                 "model is told from its weights",
     "--path_to_fasta": "--score_only FASTA",
     "--conditional_probs_only_backbone": "--unconditional_probs",
     "--pssm_bias_flag": "--pssm_multi above 0, which uses the PSSM's bias; 0 does not",
@@ -590,15 +591,17 @@ def make_arrays(model, encoding, design, args, saved, log_p):
 
 # ---- command ----
 
-def read_designs(paths, args):
-    """The Design of each path. With several paths, a ValueError names its path."""
+def read_designs(paths, args, ca_only):
+    """The Design of each path. With several paths, a ValueError names its path.
+
+    ca_only: for a CA-only model."""
     tables = {option: read_json(getattr(args, option))
               for option in PER_STRUCTURE if getattr(args, option)}
     bias = letter_bias(args)
     designs = []
     for path in paths:
         try:
-            designs.append(Design(path, args, bias, tables))
+            designs.append(Design(path, args, bias, tables, ca_only))
         except ValueError as error:
             if len(paths) == 1:
                 raise
@@ -632,10 +635,10 @@ def run(args):
     files = output_files(args, paths)
     device = choose_device(args.device)
     args.many_in_one = len(paths) > 1 and args.out_folder is None
-    designs = read_designs(paths, args)
-    given = [read_given(args, design) for design in designs]
     model = load_proteinmpnn(args.checkpoint).eval().to(device)
     speed_up(model)
+    designs = read_designs(paths, args, model.ca_only)
+    given = [read_given(args, design) for design in designs]
     texts = []
     try:
         for design, sequences in zip(designs, given):

@@ -36,7 +36,8 @@ from mpnn.batches import PairPlan, make_batch, shared_context
 from mpnn.evaluation import (SEEN, SUMS, Validation, evaluate, evaluate_start, metrics_of, pack,
                              result_lines, save_model)
 from mpnn.pairs import try_all
-from mpnn.reference import Reference, check_cache, load_base, make_tables, pair_scores
+from mpnn.reference import (Reference, base_is_ca_only, check_cache, load_base, make_tables,
+                            pair_scores)
 from mpnn.split import load_pairs
 from training.command_line import (add_run_arguments, exit_with, preparing, print_plan, ranks_meet,
                                    read_command)
@@ -363,7 +364,7 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
     check_config(config)
     former = start_or_continue(config, ddp, work_dir, resume, fresh, MAY_CHANGE, PER_HOST)
     data, (bare, base), _ = try_all(        # their problems in one message
-        lambda: load_pairs(config.data, training.seed, lambda: beat(ddp)),
+        lambda: load_pairs(config.data, training.seed, lambda: beat(ddp), base_is_ca_only(config)),
         lambda: load_base(config),
         lambda: check_cache(config, ddp))
     base_hash = hash_of(bare.state_dict())
@@ -419,7 +420,8 @@ def describe_data(run, data, base, precision, ddp):
         terms += f" + {loss.sft:g} SFT"
     if loss.diversity_lambda:
         terms += f" - {loss.diversity_lambda:g} entropy"
-    return [f"model: ProteinMPNN, {n_parameters / 1e6:.2f} million parameters, "
+    kind = "CA-only ProteinMPNN" if run.bare.ca_only else "ProteinMPNN"
+    return [f"model: {kind}, {n_parameters / 1e6:.2f} million parameters, "
             f"{run.bare.num_edges} neighbours",
             f"  from {base}",
             f"  {precision}; the reference is scored in float32",

@@ -1,6 +1,6 @@
 """ProteinMPNN: from a protein backbone, log-probabilities of the amino acid at each residue.
 
-    model = load_proteinmpnn("v_48_020.pt")                 # published weights, vanilla or soluble
+    model = load_proteinmpnn("v_48_020.pt")         # published weights, also of CA-only models
     graph = model.graph(X, mask, residue_idx, chain_id)     # no parameters: cache per structure
     order = decoding_order(chain_M * mask, torch.randn(S.shape))    # fixed residues first
     log_probs = model(graph, S, order)                      # (B, L, 21), in nats
@@ -31,7 +31,8 @@ from torch import Tensor, nn
 
 ALPHABET = "ACDEFGHIKLMNPQRSTVWYX"      # the index of a letter in S; X = unknown or unresolved
 PUBLISHED = ("Published files (v_48_002, v_48_010, v_48_020, v_48_030, .pt) are in "
-             "vanilla_model_weights and soluble_model_weights of github.com/dauparas/ProteinMPNN.")
+             "vanilla_model_weights, soluble_model_weights and ca_model_weights of "
+             "github.com/dauparas/ProteinMPNN.")
 MESSAGE_SCALE = 30              # constant divisor of each sum over neighbours, as published
 MAX_TEMPERATURE = 1e6           # all letters equally likely; far above, float32 would overflow
 N_CLASSES = 66                  # classes 0 .. 64: residue offsets -32 .. 32; 65: another chain
@@ -48,12 +49,20 @@ COLDEST = 1e-30                 # replaces temperature 0 as a divisor
 ATOMS = ("N", "CA", "C", "O", "CB")
 PAIRS = ("CA-CA N-N C-C O-O CB-CB CA-N CA-C CA-O CA-CB N-C N-O N-CB CB-C CB-O O-C "
          "N-CA C-CA O-CA CB-CA C-N O-N CB-N C-CB O-CB C-O")
+N_FEATURES = N_POSITIONAL + N_RBF * len(PAIRS.split())              # of an edge: 416
+# CA-only models: C1 is the residue's CA, C0 and C2 are those of the rows before and after it.
+CA_ATOMS = ("C0", "C1", "C2")
+CA_PAIRS = "C1-C1 C0-C0 C2-C2 C0-C1 C0-C2 C1-C0 C1-C2 C2-C0 C2-C1"
+N_ORIENTATION = 7               # a direction and a quaternion, see ca_orientation
+N_CA_FEATURES = N_POSITIONAL + N_RBF * len(CA_PAIRS.split()) + N_ORIENTATION        # 167
+CA_STEP = (3.6, 4.0)            # Angstrom between CA of neighbours in a chain; 3.8 in proteins
 
 
 class Graph(NamedTuple):
     """The network's input for B structures: the K = min(num_edges, L) nearest neighbours."""
     E_idx: Tensor         # (B, L, K) int64, nearest first, including the residue itself
-    distance: Tensor      # (B, L, K, 25) Angstrom, in the order of PAIRS
+    distance: Tensor      # (B, L, K, 25) Angstrom, in the order of PAIRS; CA-only: 9, of CA_PAIRS
+    orientation: Tensor   # (B, L, K, 7) of a CA-only model, see ca_orientation; else (B, L, K, 0)
     offset: Tensor        # (B, L, K) int64, class of residue_idx_i - residue_idx_j and chains
     mask: Tensor          # (B, L) bool, the residue is resolved
     resolved: Tensor      # (B, L, K) bool, residue and neighbour are resolved
@@ -88,14 +97,20 @@ class ProteinMPNN(nn.Module):
     dropout:     published training used 0.1.
     noise_level: Angstrom of backbone noise with which the weights were trained. It is only stored
                  in the file; this class adds no noise to X.
+    ca_only:     the input is CA atoms alone; only the features of edges differ.
     """
 
-    def __init__(self, num_edges: int = 48, hidden_size: int = 128, n_encoder: int = 3,
-                 n_decoder: int = 3, dropout: float = 0.0, noise_level: float = 0.0):
+    def __init__(  # noqa: PLR0913  (the sizes, each with the published default)
+            self, num_edges: int = 48, hidden_size: int = 128, n_encoder: int = 3,
+            n_decoder: int = 3, dropout: float = 0.0, noise_level: float = 0.0,
+            ca_only: bool = False):
         super().__init__()
         self.num_edges = num_edges
         self.noise_level = noise_level
-        self.features = EdgeFeatures(hidden_size)
+        self.ca_only = ca_only
+        self.features = EdgeFeatures(hidden_size, ca_only)
+        if ca_only:
+            self.W_v = Unused(weight=(hidden_size, hidden_size), bias=(hidden_size,))
         self.W_e = nn.Linear(hidden_size, hidden_size)
         self.W_s = nn.Embedding(len(ALPHABET), hidden_size)
         self.encoder_layers = nn.ModuleList(
@@ -119,7 +134,8 @@ class ProteinMPNN(nn.Module):
         with the atoms it has. The coordinates of a missing atom are 0 or not finite.
 
         Args:
-            X:           (B, L, 4, 3) floating point, N, CA, C, O in Angstrom.
+            X:           (B, L, 4, 3) floating point, N, CA, C, O in Angstrom; a CA-only model
+                reads CA alone.
             mask:        (B, L), 1 = resolved.
             residue_idx: (B, L) int64.
             chain_id:    (B, L) int64, 1, 2, ... and 0 = padding.
@@ -127,7 +143,7 @@ class ProteinMPNN(nn.Module):
         Raises: ValueError for other shapes, and for resolved residues that are padding or not
             finite (values on a GPU are not checked, as that would wait for the device).
         """
-        return neighbour_graph(X, mask, residue_idx, chain_id, self.num_edges)
+        return neighbour_graph(X, mask, residue_idx, chain_id, self.num_edges, self.ca_only)
 
     def encode(self, graph: Graph) -> Encoding:
         """Graph of B structures -> Encoding, to be shared by all sequences on them."""
@@ -344,26 +360,49 @@ class ProteinMPNN(nn.Module):
 
 
 class EdgeFeatures(nn.Module):
-    """Graph -> E (B, L, K, H), from edges' offsets in the chain and 25 distances x 16 Gaussians."""
+    """Graph -> E (B, L, K, H), from edges' offsets in the chain and 25 distances x 16 Gaussians; in
+    a CA-only model from 9 distances and the orientation."""
 
-    def __init__(self, hidden_size):
+    def __init__(self, hidden_size, ca_only):
         super().__init__()
+        self.n_orientation = N_ORIENTATION if ca_only else 0
+        n_features = N_CA_FEATURES if ca_only else N_FEATURES
         self.embeddings = nn.Module()
         self.embeddings.linear = nn.Linear(N_CLASSES, N_POSITIONAL)
-        n_features = N_POSITIONAL + N_RBF * len(PAIRS.split())
+        if ca_only:
+            self.node_embedding = Unused(weight=(hidden_size, 3))
         self.edge_embedding = BlockLinear(n_features, hidden_size, bias=False)
+        if ca_only:
+            self.norm_nodes = Unused(weight=(hidden_size,), bias=(hidden_size,))
         self.norm_edges = Norm(hidden_size)
 
     def forward(self, graph):
-        of_offset, of_distance = self.edge_embedding.weight.tensor_split([N_POSITIONAL], dim=1)
+        weight = self.edge_embedding.weight
+        ends = [N_POSITIONAL, weight.shape[1] - self.n_orientation]
+        of_offset, of_distance, of_orientation = weight.tensor_split(ends, dim=1)
         E = self.edge_embedding.product(gaussians(graph.distance).to(of_distance.dtype),
                                         of_distance)
+        if self.n_orientation:
+            E = E + F.linear(graph.orientation.to(of_orientation.dtype), of_orientation)
         # Positional features (66, 16) of offset classes: a linear layer of one-hot vectors.
         positional = self.embeddings.linear.weight.T + self.embeddings.linear.bias
         # The table is float32: in 16 bits the gradient of an offset class, which is a sum over
         # thousands of edges, was wrong by up to 30 % (measured).
         table = at_least_float32(F.linear(positional, of_offset))
         return self.norm_edges(E + F.embedding(graph.offset, table).to(E.dtype))
+
+
+class Unused(nn.Module):
+    """Tensors that files of CA-only models hold, and that the published network does not use.
+
+    They are kept as they were read, so that other tools can load what is written here. As buffers
+    they have no gradient, for which DDP would wait.
+    """
+
+    def __init__(self, **shapes):
+        super().__init__()
+        for name, shape in shapes.items():
+            self.register_buffer(name, torch.zeros(shape))
 
 
 class Norm(nn.LayerNorm):
@@ -521,17 +560,16 @@ def at_least_float32(x):
 
 # ---- geometry ----
 
-def neighbour_graph(X, mask, residue_idx, chain_id, num_edges):
-    """See ProteinMPNN.graph. Nothing larger than (B, L, L) and (B, L, K, 25) is made."""
-    check_structure(X, mask, residue_idx, chain_id)
+def neighbour_graph(  # noqa: PLR0913  (the arrays of a structure, and two settings of the model)
+        X, mask, residue_idx, chain_id, num_edges, ca_only=False):
+    """See ProteinMPNN.graph. Nothing larger than (B, L, L) and (B, L, K, 25) is made; of a CA-only
+    model (B, L, K, 3, 3)."""
+    check_structure(X, mask, residue_idx, chain_id, ca_only)
     mask = mask.bool()
     is_residue = chain_id != 0
     # A missing atom is 0, and does not remove the other atoms of its residue (as published).
     X = torch.where(X.isfinite() & is_residue[..., None, None], X, 0)
-    N, CA, C, O = X.unbind(2)
-    b = CA - N
-    c = C - CA
-    CB = -0.58273431 * torch.linalg.cross(b, c) + 0.56802827 * b - 0.54067466 * c + CA
+    CA = X[:, :, 1]
     squared = sum((CA[:, :, None, axis] - CA[:, None, :, axis]).square() for axis in range(3))
     both = mask[:, :, None] & mask[:, None, :]
     D = torch.where(both, (squared + 1e-6).sqrt(), 0)                               # (B, L, L)
@@ -543,13 +581,12 @@ def neighbour_graph(X, mask, residue_idx, chain_id, num_edges):
     key = torch.where(both, D, beyond).masked_fill(~is_residue[:, None], torch.inf)
     E_idx = key.argsort(dim=-1, stable=True)[..., :num_edges].contiguous()          # (B, L, K)
     resolved = both.gather(-1, E_idx)
-    atoms = torch.stack([N, CA, C, O, CB], dim=2).flatten(2)                        # (B, L, 15)
-    neighbours = gather_rows(atoms, E_idx).unflatten(-1, (5, 3))            # (B, L, K, 5, 3)
-    centre = atoms.unflatten(-1, (5, 3))[:, :, None]
-    pairs = [[ATOMS.index(atom) for atom in pair.split("-")] for pair in PAIRS.split()]
-    distance = torch.stack([
-        ((centre[..., i, :] - neighbours[..., j, :]).square().sum(-1) + 1e-6).sqrt()
-        for i, j in pairs], dim=-1)
+    if ca_only:
+        distance = atom_distances(with_rows_around(CA), CA_ATOMS, CA_PAIRS, E_idx)
+        orientation = ca_orientation(CA, is_residue, E_idx)
+    else:
+        distance = atom_distances(with_CB(X), ATOMS, PAIRS, E_idx)
+        orientation = distance[..., :0]
     distance[..., 0] = torch.where(resolved, D.gather(-1, E_idx), farthest)
     flat = E_idx.flatten(1)
     idx_j = residue_idx.gather(1, flat).view_as(E_idx)
@@ -557,7 +594,95 @@ def neighbour_graph(X, mask, residue_idx, chain_id, num_edges):
     present = is_residue.gather(1, flat).view_as(E_idx)
     offset = (residue_idx[..., None] - idx_j + MAX_OFFSET).clamp(0, 2 * MAX_OFFSET)
     offset = torch.where(chain_id[..., None] == chain_j, offset, N_CLASSES - 1)
-    return Graph(E_idx, distance, offset, mask, resolved, present)
+    return Graph(E_idx, distance, orientation, offset, mask, resolved, present)
+
+
+def with_CB(X):
+    """(B, L, 4, 3) of N, CA, C, O -> (B, L, 5, 3) of ATOMS, with an ideal CB."""
+    N, CA, C, O = X.unbind(2)
+    b = CA - N
+    c = C - CA
+    CB = -0.58273431 * torch.linalg.cross(b, c) + 0.56802827 * b - 0.54067466 * c + CA
+    return torch.stack([N, CA, C, O, CB], dim=2)
+
+
+def atom_distances(atoms, names, pairs, E_idx):
+    """(B, L, K, pairs) Angstrom from residues to neighbours, between the atoms of `pairs`.
+
+    atoms: (B, L, A, 3), whose A atoms are called `names`.
+    """
+    neighbours = gather_rows(atoms.flatten(2), E_idx).unflatten(-1, (len(names), 3))
+    centre = atoms[:, :, None]
+    numbers = [[names.index(atom) for atom in pair.split("-")] for pair in pairs.split()]
+    return torch.stack([
+        ((centre[..., i, :] - neighbours[..., j, :]).square().sum(-1) + 1e-6).sqrt()
+        for i, j in numbers], dim=-1)
+
+
+# ---- geometry of CA-only models ----
+
+def with_rows_around(CA):
+    """(B, L, 3) -> (B, L, 3, 3) of CA_ATOMS: CA of the row before, of the row, of the row after.
+
+    The rows are those of the whole complex, not of a chain. Beyond its ends they are 0.
+    """
+    padded = F.pad(CA, (0, 0, 1, 1))
+    return torch.stack([padded[:, :-2], CA, padded[:, 2:]], dim=2)
+
+
+def ca_orientation(CA, is_residue, E_idx):
+    """How neighbours lie and are turned in the frame of a residue, made from CA atoms.
+
+    Args:
+        CA:         (B, L, 3) Angstrom, 0 where unresolved.
+        is_residue: (B, L) bool, False = padding.
+        E_idx:      (B, L, K) neighbours.
+    Returns: (B, L, K, 7), the unit vector to the neighbour and the unit quaternion of the
+        neighbour's frame. A frame that cannot be made, as at ends and gaps, is 0. As published, x,
+        y and z of the quaternion change when the whole protein is turned.
+    Source: Ingraham et al. 2019, NeurIPS 32, and the published code.
+    """
+    frames = ca_frames(CA, is_residue)                                      # (B, L, 3, 3)
+    near = gather_rows(torch.cat([CA, frames.flatten(2)], dim=2), E_idx)    # (B, L, K, 12)
+    CA_j, frame_j = near.split([3, 9], dim=-1)
+    to_neighbour = CA_j - CA[:, :, None]
+    frame_i = frames[:, :, None]
+    direction = unit((frame_i * to_neighbour[..., None, :]).sum(-1))
+    # R = frame_i^T frame_j as a sum of products: a matrix product could round R[a, b] and R[b, a]
+    # differently, and the signs in a quaternion are of such differences.
+    rows = zip(frame_i.unbind(-2), frame_j.unflatten(-1, (3, 3)).unbind(-2))
+    R = sum(row_i[..., :, None] * row_j[..., None, :] for row_i, row_j in rows)
+    return torch.cat([direction, quaternion(R)], dim=-1)
+
+
+def ca_frames(CA, is_residue):
+    """(B, L, 3, 3) frames, whose rows are unit vectors; 0 for the first and the last two rows."""
+    step = F.pad(CA[:, 1:] - CA[:, :-1], (0, 0, 0, 1))              # to the next row; last row: 0
+    length = step.norm(dim=-1, keepdim=True)
+    shortest, longest = CA_STEP
+    u = unit(torch.where((shortest < length) & (length < longest), step, 0))
+    before = F.pad(u[:, :-1], (0, 0, 1, 0))                         # that of the row before
+    normal = unit(torch.linalg.cross(before, u))
+    bisector = unit(before - u)
+    frames = torch.stack([bisector, normal, torch.linalg.cross(bisector, normal)], dim=2)
+    has_frame = F.pad(is_residue[:, 2:], (0, 2))                    # there are two rows after it
+    has_frame[:, 0] = False
+    return torch.where(has_frame[..., None, None], frames, 0)
+
+
+def quaternion(R):
+    """(..., 3, 3) rotations -> (..., 4) unit quaternions x, y, z, w."""
+    x, y, z = R.diagonal(dim1=-2, dim2=-1).unbind(-1)
+    squares = torch.stack([x - y - z, y - x - z, z - x - y], dim=-1) + 1
+    signs = torch.stack([R[..., 2, 1] - R[..., 1, 2], R[..., 0, 2] - R[..., 2, 0],
+                         R[..., 1, 0] - R[..., 0, 1]], dim=-1).sign()
+    w = (1 + x + y + z).relu().sqrt()[..., None]
+    return unit(torch.cat([signs * squares.abs().sqrt(), w], dim=-1) / 2)
+
+
+def unit(v):
+    """Vectors (..., n) of length 1; 0 stays 0."""
+    return F.normalize(v, dim=-1)
 
 
 def gaussians(distance):
@@ -573,7 +698,7 @@ def gaussians(distance):
     return x.clamp_(min=-60).exp_().flatten(-2)
 
 
-def check_structure(X, mask, residue_idx, chain_id):
+def check_structure(X, mask, residue_idx, chain_id, ca_only):
     """ValueError for what ProteinMPNN.graph does not take."""
     others = [tuple(x.shape) for x in (mask, residue_idx, chain_id)]
     dtypes = (residue_idx.dtype, chain_id.dtype)
@@ -584,6 +709,8 @@ def check_structure(X, mask, residue_idx, chain_id):
                          "torch.int64.")
     if X.device.type == "cpu":
         resolved = mask.bool()
+        if ca_only:
+            X = X[:, :, 1]
         if not X[resolved].isfinite().all():
             raise ValueError("X has coordinates that are not finite where mask is 1. Set mask to 0 "
                              "there.")
@@ -858,24 +985,26 @@ def from_checkpoint(checkpoint: Any, dropout: float = 0.0,
     if max(n_encoder, n_decoder) > MAX_LAYERS:
         raise ValueError(f"{name} has {n_encoder} encoder and {n_decoder} decoder layers; expected "
                          f"at most {MAX_LAYERS} of each. {PUBLISHED}")
-    shapes = parameter_shapes(hidden_size, n_encoder, n_decoder)
+    ca_only = has_edge_features(weights, N_CA_FEATURES)
+    shapes = parameter_shapes(hidden_size, n_encoder, n_decoder, ca_only)
     problems = compare_weights(weights, shapes)
     if problems:
-        raise ValueError(f"{name} is not a ProteinMPNN of {n_encoder} + {n_decoder} layers "
+        kind = "CA-only ProteinMPNN" if ca_only else "ProteinMPNN"
+        raise ValueError(f"{name} is not a {kind} of {n_encoder} + {n_decoder} layers "
                          f"({len(problems)} differences): {'; '.join(problems[:8])}. {PUBLISHED}")
     # Not on device "meta": its first use imports a compiler, which takes more than a second.
     model = random_proteinmpnn(0, num_edges=num_edges, hidden_size=hidden_size,
                                n_encoder=n_encoder, n_decoder=n_decoder, dropout=dropout,
-                               noise_level=noise_level)
+                               noise_level=noise_level, ca_only=ca_only)
     model.load_state_dict(weights)
     return model
 
 
-def parameter_shapes(hidden_size, n_encoder, n_decoder):
-    """{name: shape} of the network's parameters. No network of this size is built."""
+def parameter_shapes(hidden_size, n_encoder, n_decoder, ca_only):
+    """{name: shape} of the network's tensors. No network of this size is built."""
     # Each size is hidden_size times a number plus another: two small networks tell both.
-    one, two = (random_proteinmpnn(0, hidden_size=size, n_encoder=1, n_decoder=1).state_dict()
-                for size in (1, 2))
+    one, two = (random_proteinmpnn(0, hidden_size=size, n_encoder=1, n_decoder=1,
+                                   ca_only=ca_only).state_dict() for size in (1, 2))
     shapes = {}
     for key, value in one.items():
         shape = tuple(at_1 + (at_2 - at_1) * (hidden_size - 1)
@@ -956,20 +1085,24 @@ def is_weight(item):
             and value.layout == torch.strided and not value.is_meta)
 
 
+def has_edge_features(weights, n):
+    """Whether the network of these weights takes n features of an edge."""
+    embedding = weights.get("features.edge_embedding.weight")
+    return embedding is not None and embedding.shape[-1:] == (n,)
+
+
 def refuse_other_architectures(weights, name):
     """ValueError for weights of a related network."""
+    # CA-only models have these layers too, but fewer features of an edge.
+    has_nodes = any(key.startswith(("W_v.", "features.node_embedding.")) for key in weights)
     if any(key.startswith("context_encoder_layers.") for key in weights):
         other = "a LigandMPNN with ligand context"
-    elif any(key.startswith(("W_v.", "features.node_embedding.")) for key in weights):
-        # Both have these. Models of full backbones have as many features of an edge as ours.
-        n_features = N_POSITIONAL + N_RBF * len(PAIRS.split())
-        embedding = weights.get("features.edge_embedding.weight")
-        is_full = embedding is not None and embedding.shape[-1:] == (n_features,)
-        other = "a membrane-label ProteinMPNN" if is_full else "a CA-only ProteinMPNN"
+    elif has_nodes and has_edge_features(weights, N_FEATURES):
+        other = "a membrane-label ProteinMPNN"
     else:
         return
     raise ValueError(f"{name} is {other}, another architecture; expected ProteinMPNN for full "
-                     f"backbones, vanilla or soluble. {PUBLISHED}")
+                     f"backbones, vanilla or soluble, or for CA atoms alone. {PUBLISHED}")
 
 
 def count_layers(weights, prefix):

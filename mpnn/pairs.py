@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from mpnn.seeds import content_key
-from mpnn.structures import Complex, parse_positions, read_structure
+from mpnn.structures import CA_MODEL, Complex, parse_positions, read_structure
 from sedd.sequences import LETTERS, X_ID, encode
 
 MAX_LISTED = 20             # at most so many problems of a file, or contradictions, are listed
@@ -56,9 +56,10 @@ class Pair:
         self.key = content_key(complex.key, chosen, rejected, chain_M)
 
 
-def read_pairs(path: str | Path, structures: dict | None = None, mutable: str | None = None,
-               max_length: int | None = None, notes: list | None = None,
-               alive: Callable = lambda: None) -> list[Pair]:
+def read_pairs(  # noqa: PLR0913  (two of them collect what several calls share)
+        path: str | Path, structures: dict | None = None, mutable: str | None = None,
+        max_length: int | None = None, notes: list | None = None,
+        alive: Callable = lambda: None, ca_only: bool = False) -> list[Pair]:
     """Read and check a file of preference pairs.
 
     Unresolved rows may have any letter, X or '-': they are not scored, and the structure's letter
@@ -71,6 +72,7 @@ def read_pairs(path: str | Path, structures: dict | None = None, mutable: str | 
         max_length: most rows of a designed sequence.
         notes:      list to which a text is added that says how `mutable` was understood.
         alive:      called before each pair, to show a watchdog that reading continues.
+        ca_only:    read structures for a CA-only model.
     Returns: list of Pair, in the order of the file.
     Raises: one ValueError with the first problem of each bad item, counted from 0;
         OSError for a file that cannot be opened.
@@ -81,7 +83,7 @@ def read_pairs(path: str | Path, structures: dict | None = None, mutable: str | 
     if notes is None:
         notes = []
     entries = _read_entries(path)
-    reader = _PairReader(path.parent, structures, mutable, max_length, notes)
+    reader = _PairReader(path.parent, structures, mutable, max_length, notes, ca_only)
     pairs = []
     items_of = {}               # problem -> items that have it
     for item, entry in enumerate(entries):
@@ -203,15 +205,16 @@ class _PairReader:
 
     folder:    paths of structures are relative to it.
     positions: mutable positions for pairs that give none, or None.
-    structures, max_length, notes: see read_pairs.
+    structures, max_length, notes, ca_only: see read_pairs.
     """
 
-    def __init__(self, folder, structures, positions, max_length, notes):
+    def __init__(self, folder, structures, positions, max_length, notes, ca_only):
         self.folder = folder
         self.structures = structures    # path -> Structure
         self.positions = positions
         self.max_length = max_length
         self.notes = notes
+        self.ca_only = ca_only
         self.complexes = {}         # (path, designed chains, fixed chains) -> Complex
 
     def read(self, entry):
@@ -233,7 +236,7 @@ class _PairReader:
         """Complex of these chains."""
         path = self.folder / pdb_file
         if path not in self.structures:
-            self.structures[path] = read_structure(path)
+            self.structures[path] = read_structure(path, self.ca_only)
         structure = self.structures[path]
         for chain in design + fixed:
             if chain not in structure.chains:
@@ -241,8 +244,11 @@ class _PairReader:
                 raise ValueError(f"chain {chain} not in {pdb_file} (has {names})")
         for chain in design:
             if not structure.chains[chain].resolved.any():
-                raise ValueError(f"chain {chain} has no protein residue with a complete backbone "
-                                 "(N, CA, C, O): nothing to score")
+                advice = ""
+                if structure.chains[chain].has_only_ca:
+                    advice = f". For CA alone, give weights of a CA-only model, {CA_MODEL}"
+                raise ValueError(f"chain {chain} has no protein residue with {structure.needed}: "
+                                 f"nothing to score{advice}")
         key = (path, tuple(sorted(design)), tuple(sorted(fixed)))
         if key not in self.complexes:
             self.complexes[key] = Complex(structure, design, fixed)

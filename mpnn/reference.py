@@ -40,6 +40,18 @@ def load_base(config: Any) -> tuple[ProteinMPNN, str]:
     return model, text
 
 
+def base_is_ca_only(config: Any) -> bool:
+    """Whether the base weights are of a CA-only model, for which structures are read otherwise.
+    False if they cannot be read: load_base says why."""
+    if config.model.base_model_name == "random":
+        return False
+    try:
+        model, _ = load_base(config)
+    except (ValueError, OSError):
+        return False
+    return model.ca_only
+
+
 def path_of_base(section):
     """(path of the base weights that a config's section model names, note on where it was found).
 

@@ -23,7 +23,7 @@ import torch
 
 from mpnn.model import Pssm, allowed_letters, mean_in_groups
 from mpnn.pairs import quote, unique_keys
-from mpnn.structures import FORMATS, Complex, parse_positions, read_structure
+from mpnn.structures import CA_MODEL, FORMATS, Complex, parse_positions, read_structure
 from sedd.sequences import AMINO_ACIDS, LETTERS, X_ID, decode, encode
 
 MOST_BYTES = 1 << 28    # of a file of settings; a PSSM of 1,000 residues has 0.5 MB
@@ -51,9 +51,11 @@ class Design:
     notes:    lines on how the input was understood.
     """
 
-    def __init__(self, path: str, args: argparse.Namespace, bias: np.ndarray, tables: dict):
-        """args: of sample_proteinmpnn.py. bias: (21,) per letter. tables: {option: parsed JSON}."""
-        structure = read_structure(path)
+    def __init__(self, path: str, args: argparse.Namespace, bias: np.ndarray, tables: dict,
+                 ca_only: bool = False):
+        """args: of sample_proteinmpnn.py. bias: (21,) per letter. tables: {option: parsed JSON}.
+        ca_only: for a CA-only model."""
+        structure = read_structure(path, ca_only)
         self.name = name_of(path)
         self.structure = structure
         self.tables = tables
@@ -73,10 +75,14 @@ class Design:
         self.notes.append(
             f"{structure.name}: designed chains {' '.join(self.chains)}, {len(self.rows)} rows, "
             f"{self.resolved.sum()} resolved; fixed chains {' '.join(fixed) or '(none)'}")
+        only_ca = [name for name, chain in structure.chains.items() if chain.has_only_ca]
+        if only_ca and not ca_only:
+            self.notes.append(f"{structure.name}: chains {' '.join(only_ca)} have CA atoms only: "
+                              f"this model does not see them, a CA-only model, {CA_MODEL}, does")
         self.mutable = self.mutable_positions(args)
         if not (self.mutable & self.resolved).any():
             raise ValueError(f"{self.name}: no position is left to design: all are fixed or "
-                             "without a complete backbone. Fix fewer.")
+                             f"without {structure.needed}. Fix fewer.")
         self.drawn = np.zeros(len(self.complex), bool)
         self.drawn[self.rows] = self.mutable & self.resolved
         self.tie(args)
@@ -400,9 +406,12 @@ def choose_chains(args, structure, entry):
         designed = [name for name in usable if name not in (fixed or ())]
     unusable = [name for name in designed if name not in usable]
     if unusable or not designed:
+        advice = ""
+        if any(structure.chains[name].has_only_ca for name in unusable):
+            advice = f" For CA alone, give weights of a CA-only model, {CA_MODEL}."
         raise ValueError(f"{structure.name}: found {' '.join(unusable) or 'no chain'} to design; "
-                         "expected protein chains with a complete backbone (N, CA, C, O) that are "
-                         f"not fixed. There are: {' '.join(usable) or '(none)'}.")
+                         f"expected protein chains with {structure.needed} that are not fixed. "
+                         f"There are: {' '.join(usable) or '(none)'}.{advice}")
     if fixed is None:
         fixed = [name for name in usable if name not in designed]
     both = sorted(set(designed) & set(fixed))

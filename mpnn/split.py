@@ -28,14 +28,15 @@ class TrainingPairs(NamedTuple):
     description: list           # lines to print
 
 
-def load_pairs(data: Any, seed: int, alive: Callable = lambda: None) -> TrainingPairs:
+def load_pairs(data: Any, seed: int, alive: Callable = lambda: None,
+               ca_only: bool = False) -> TrainingPairs:
     """The pairs to train on and to validate with.
 
     Args:
         data:  section of a config with train_data (None: demo pairs), val_data, val_fraction,
             max_length, mutable_positions, mutable_ranges, demo_structures, demo_pairs.
         seed:  of the split and of the demo pairs.
-        alive: see read_pairs.
+        alive, ca_only: see read_pairs.
     Returns: TrainingPairs.
     Raises: ValueError that lists the problems of both files.
     """
@@ -47,7 +48,7 @@ def load_pairs(data: Any, seed: int, alive: Callable = lambda: None) -> Training
     def read(path):
         if path is None:
             return None
-        return read_pairs(path, structures, positions, data.max_length, notes, alive)
+        return read_pairs(path, structures, positions, data.max_length, notes, alive, ca_only)
 
     pairs, val = try_all(lambda: read(data.train_data), lambda: read(data.val_data))
     if data.train_data is None:

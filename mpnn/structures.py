@@ -6,7 +6,8 @@
 
 Reads .pdb, .ent, .cif, .mmcif; each also with .gz. Writes nothing. Rows are those of the official
 ProteinMPNN parser: one for each residue number from first to last, and for each insertion code. A
-number without a residue is a gap: letter X and no coordinates.
+number without a residue is a gap: letter X and no coordinates. A residue is resolved if it has N,
+CA, C and O; read for a CA-only model, if it has CA, and no other atom is kept.
 """
 
 import gzip
@@ -24,6 +25,8 @@ from sedd.sequences import X_ID
 
 NAMES = "ALA CYS ASP GLU PHE GLY HIS ILE LYS LEU MET ASN PRO GLN ARG SER THR VAL TRP TYR".split()
 BACKBONE = ("N", "CA", "C", "O")
+CA = BACKBONE.index("CA")
+CA_MODEL = "such as ca/v_48_020"        # for messages
 FORMATS = (".pdb", ".ent", ".cif", ".mmcif")
 # Columns of _atom_site that a mmCIF file must have.
 ATOM_KEYS = ("group_PDB", "id", "type_symbol", "label_atom_id", "label_alt_id", "label_comp_id",
@@ -38,19 +41,28 @@ class Chain:
     """The rows of one chain."""
     S: np.ndarray               # (L,) uint8 letters; X at gaps and non-standard residues
     X: np.ndarray               # (L, 4, 3) float32 of N, CA, C, O in Angstrom; missing atoms: 0
-    resolved: np.ndarray        # (L,) bool: all four atoms are there
+    resolved: np.ndarray        # (L,) bool: all four atoms are there, or CA for a CA-only model
     numbers: tuple              # (L,) residue numbers such as "12" and "12B"; None at gaps
+
+    @property
+    def has_only_ca(self) -> bool:
+        """Whether the chain has CA atoms, and no other atom of a backbone."""
+        return bool(self.X[:, CA].any()) and not np.delete(self.X, CA, axis=1).any()
 
 
 class Structure:
     """Chains of one file, by name.
 
-    key: hash of letters and coordinates, equal for copies of a file and for its other formats.
+    ca_only: read for a CA-only model, without the other atoms.
+    needed:  words for what makes a residue resolved.
+    key:     hash of letters and coordinates, equal for copies of a file and for its other formats.
     """
 
-    def __init__(self, name: str, chains: dict[str, Chain]):
+    def __init__(self, name: str, chains: dict[str, Chain], ca_only: bool = False):
         self.name = name
         self.chains = chains
+        self.ca_only = ca_only
+        self.needed = "a CA atom" if ca_only else "a complete backbone (N, CA, C, O)"
         parts = []
         for chain_name, chain in sorted(chains.items()):
             parts += [chain_name, chain.S, chain.X]
@@ -96,7 +108,7 @@ class Complex:
         return np.concatenate([np.flatnonzero(self.chain_id == number) for number in numbers])
 
 
-def read_structure(path: str | Path) -> Structure:
+def read_structure(path: str | Path, ca_only: bool = False) -> Structure:
     """Read a PDB or mmCIF file with the rows of the official ProteinMPNN parser.
 
     Only ATOM records are read, and HETATM records of MSE (selenomethionine), as M. A residue whose
@@ -108,7 +120,9 @@ def read_structure(path: str | Path) -> Structure:
     Source: parse_PDB_biounits of github.com/dauparas/ProteinMPNN.
 
     Args:
-        path: file with a name in FORMATS, or one of these with .gz.
+        path:    file with a name in FORMATS, or one of these with .gz.
+        ca_only: read CA atoms alone, for a CA-only model. Otherwise a file that has no others is
+            refused.
     Returns: Structure.
     Raises: FileNotFoundError; ValueError with the reason why a file cannot be read.
     """
@@ -126,7 +140,10 @@ def read_structure(path: str | Path) -> Structure:
             raise ValueError("it holds a zero byte, so it is binary, packed or damaged; expected "
                              "text, or gzip")
         models = _parse_pdb(text) if suffix in (".pdb", ".ent") else _parse_mmcif(text)
-        return Structure(str(path), _make_chains(models))
+        chains = _make_chains(models, ca_only)
+        if not ca_only:
+            _check_backbones(chains)
+        return Structure(str(path), chains, ca_only)
     except (OSError, EOFError, zlib.error, RuntimeError, ValueError, IndexError) as error:
         reason = str(error).strip() or type(error).__name__
         raise ValueError(f"{path} cannot be read: {reason}") from None
@@ -403,7 +420,15 @@ def _residue(place):
     return f"residue {chain or '(blank)'} {number}{code}"
 
 
-def _make_chains(models):
+def _check_backbones(chains):
+    """ValueError if the chains have CA atoms, and no other atom of a backbone."""
+    only_ca = any(chain.has_only_ca for chain in chains.values())
+    if only_ca and not any(chain.resolved.any() for chain in chains.values()):
+        raise ValueError("it has CA atoms only; expected N, CA, C and O of each residue. For CA "
+                         f"alone, give weights of a CA-only model, {CA_MODEL}")
+
+
+def _make_chains(models, ca_only):
     """{chain name: Chain} from gemmi's models."""
     residues = {}       # chain name -> {(number, insertion code): residues of all models}
     for model in models:
@@ -415,10 +440,10 @@ def _make_chains(models):
                     places.setdefault(place, []).append(residue)
     if not residues:
         raise ValueError("no ATOM records")
-    return {name: _make_chain(name, places) for name, places in residues.items()}
+    return {name: _make_chain(name, places, ca_only) for name, places in residues.items()}
 
 
-def _make_chain(name, places):
+def _make_chain(name, places, ca_only):
     """Chain from {(number, insertion code): residues}; gaps in the numbers become X rows."""
     numbers = {number for number, _ in places}
     if None in numbers or max(numbers) - min(numbers) >= MAX_ROWS:
@@ -437,6 +462,8 @@ def _make_chain(name, places):
             if residue_name in NAMES:
                 S[row] = NAMES.index(residue_name)
         for k, atom_name in enumerate(BACKBONE):
+            if ca_only and k != CA:
+                continue
             atoms = [residue.find_atom(atom_name, "*") for residue in residues]
             found = [atom.pos.tolist() for atom in atoms if atom is not None]
             if found:
@@ -447,4 +474,5 @@ def _make_chain(name, places):
                          f"Angstrom, at most {MAX_ANGSTROM:,}")
     labels = tuple(f"{number}{code}" if (number, code) in places else None
                    for number, code in rows)
-    return Chain(S, np.where(known, X, np.float32(0)), known.all((1, 2)), labels)
+    needed = known[:, [CA]] if ca_only else known
+    return Chain(S, np.where(known, X, np.float32(0)), needed.all((1, 2)), labels)

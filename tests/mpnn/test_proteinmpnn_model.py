@@ -150,9 +150,10 @@ def test_greedy_sampling_agrees_with_the_official_code(fixture):
 
 # ---- padding ----
 
-def small_model(num_edges=8):
+def small_model(num_edges=8, ca_only=False):
     """A small model in float64 whose every parameter matters."""
-    model = random_proteinmpnn(0, num_edges=num_edges, hidden_size=16, n_encoder=2, n_decoder=2)
+    model = random_proteinmpnn(0, num_edges=num_edges, hidden_size=16, n_encoder=2, n_decoder=2,
+                               ca_only=ca_only)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -172,6 +173,7 @@ def protein(lengths, unresolved=(), width=None):
     L = sum(lengths)
     step = F.normalize(torch.randn(L, 3, generator=generator, dtype=torch.float64), dim=-1)
     atoms = 1.5 * torch.randn(L, 4, 3, generator=generator, dtype=torch.float64)
+    atoms[:, 1] = 0     # CA atoms are 3.8 Angstrom apart: CA-only models make frames from them
     X = (3.8 * step).cumsum(0)[:, None] + atoms
     chain_id = torch.repeat_interleave(torch.arange(1, len(lengths) + 1), torch.tensor(lengths))
     residue_idx = torch.arange(L) + 100 * (chain_id - 1)
@@ -191,9 +193,9 @@ def random_order(L, M=1):
     return torch.stack([torch.randperm(L, generator=generator) for _ in range(M)])
 
 
-@pytest.mark.parametrize("num_edges", [8, 64])
-def test_padding_changes_neither_scores_nor_gradients(num_edges):
-    model = small_model(num_edges=num_edges)
+@pytest.mark.parametrize("num_edges, ca_only", [(8, False), (64, False), (64, True)])
+def test_padding_changes_neither_scores_nor_gradients(num_edges, ca_only):
+    model = small_model(num_edges, ca_only)
     cases = ([30], ()), ([7, 5], (2, 6)), ([9], (1, 2, 3, 5)), ([1], ())
 
     def score(cases, width, row):
@@ -376,14 +378,16 @@ def test_wrong_inputs_are_refused_with_what_was_found():
 
 # ---- files ----
 
-def test_a_saved_model_loads_back_exactly_and_is_laid_out_as_published(tmp_path):
+@pytest.mark.parametrize("ca_only", [False, True])
+def test_a_saved_model_loads_back_exactly_and_is_laid_out_as_published(tmp_path, ca_only):
     model = random_proteinmpnn(1, num_edges=30, hidden_size=8, n_encoder=1, n_decoder=2,
-                               noise_level=0.1)
+                               noise_level=0.1, ca_only=ca_only)
     path = tmp_path / "model.pt"
     torch.save(to_checkpoint(model, epoch=3), path)
     file = torch.load(path, weights_only=True)
     assert (file["num_edges"], file["noise_level"], file["epoch"]) == (30, 0.1, 3)
     loaded = load_proteinmpnn(path, dropout=0.1)
+    assert loaded.ca_only == ca_only
     assert (loaded.num_edges, loaded.noise_level, loaded.encoder_layers[0].drop.p) == (30, 0.1, 0.1)
     weights = model.state_dict()
     assert all(torch.equal(weights[key], value) and value.requires_grad
@@ -404,7 +408,8 @@ def test_files_of_something_else_are_refused_with_what_was_found(tmp_path):
         return {**good, "model_state_dict": {k: v for k, v in changed.items() if v is not None}}
 
     cases = [(weights(changes), message) for changes, message in (
-        ({"W_v.weight": ones(8, 8), "features.edge_embedding.weight": ones(8, 167)}, "CA-only"),
+        ({"W_v.weight": ones(8, 8), "features.edge_embedding.weight": ones(8, 167)},
+         "not a CA-only ProteinMPNN .*missing features.node_embedding.weight"),
         ({"W_v.weight": ones(8, 8), "features.node_embedding.weight": ones(8, 3)},
          "a membrane-label ProteinMPNN"),
         ({"context_encoder_layers.0.norm1.weight": ones(8)}, "LigandMPNN"),

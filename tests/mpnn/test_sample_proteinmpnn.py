@@ -419,7 +419,7 @@ def test_bad_input_is_one_clear_error_and_leaves_no_file(
 @pytest.mark.parametrize("option, ours", [
     ("--pssm_bias_flag 1", "--pssm_multi"), ("--jsonl_path a.jsonl", "PDB or mmCIF files"),
     ("--pdb_path a.pdb", "the structure itself"), ("--path_to_fasta a.fa", "--score_only FASTA"),
-    ("--model_name v_48_020", "the first argument"), ("--ca_only", "full backbones"),
+    ("--model_name v_48_020", "the first argument"), ("--ca_only", "ca/v_48_020"),
     ("--path_to_model_weights=w/", "the first argument"), ("--max_length 9", "no longest"),
     ("--use_soluble_model", "soluble_model_weights"), ("--suppress_print 1", "standard error"),
     ("--conditional_probs_only_backbone 1", "--unconditional_probs"),
