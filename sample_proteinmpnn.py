@@ -6,6 +6,7 @@
     python sample_proteinmpnn.py v_48_020 dimer.pdb --chains A B --homomer --omit C --bias E=0.5
     python sample_proteinmpnn.py v_48_020 backbones/ --out_folder designs --save_probs
     python sample_proteinmpnn.py v_48_020 5L33.pdb --score_only designs.fasta
+    python sample_proteinmpnn.py v_48_020 5L33.pdb --score_only         # the native sequence alone
     python sample_proteinmpnn.py v_48_020 5L33.pdb --out_folder out --conditional_probs
     python sample_proteinmpnn.py v_48_020 5L33.pdb --scan --out scan.csv
     python sample_proteinmpnn.py v_48_020 5L33.pdb --mutations list.txt --out scores.csv
@@ -14,26 +15,30 @@
 
 Reads weights in the published format and structures (.pdb, .ent, .cif, .mmcif, also with .gz):
 files, or folders of such files. A structure's name is its file's name without folder and suffix.
-Options apply to every structure.
+Options apply to every structure. A CA-only model is told from its weights and reads CA atoms alone.
 Writes FASTA to --out or to standard output: first a structure's native sequence, then the drawn
-ones (with --score_only, only those of its FASTA). A sequence is the designed chains in the order of
---chains, joined by /. X is a row without a residue, such as a gap. If one FASTA has several
+ones (with --score_only FASTA, only those of FASTA). A sequence is the designed chains in the order
+of --chains, joined by /. X is a row without a residue, such as a gap. If one FASTA has several
 structures, headers begin with the structure's name. How the input, above all positions, was
 understood is printed to standard error. Wrong input ends with one message and exit code 2.
 
---out_folder DIR has the published tool's layout. Files are replaced as a whole, never in part:
-    seqs/NAME.fa                  FASTA
-    scores/NAME.npz               score, global_score (N,) of the N drawn sequences
-    probs/NAME.npz                probs (N, L, 21) that letters were drawn from, 0 where none was
+--out_folder DIR gets these files. The published tool has the first three, and others of its own
+names and contents in place of the rest. Files are replaced as a whole, never in part:
+    seqs/NAME.fa                  FASTA; always, if sequences are drawn
+    scores/NAME.npz               score, global_score (N,) of the N drawn sequences; --save_scores
+    probs/NAME.npz                probs (N, L, 21) that letters were drawn from, 0 where none was;
+                                  log_probs (N, L, 21) of letters in the order in which the sequence
+                                  was drawn, without temperature, bias and PSSM; --save_probs
     unconditional_probs/NAME.npz  log_p (L, 21) of letters given the backbone alone (also what the
                                   published --conditional_probs_only_backbone gives)
     conditional_probs/NAME.npz    log_p (N, L, 21) given the backbone and all other residues. The
                                   probability is a mean over --orders decoding orders of these
     scored/NAME.fa, NAME.npz      instead of seqs/ and scores/ if nothing is drawn
 Each .npz also has S (N, L) letters, header (N,), mask (L,) True = designed and resolved, position
-(L,) such as A12, and alphabet. log_p is nan where mask is False. The L rows are those of the
-designed chains as in the FASTA, without "/". With --score_only, --unconditional_probs or
---conditional_probs nothing is drawn: the N sequences are those of --score_only, or the native one.
+(L,) such as A12, and alphabet. log_p and log_probs are nan where mask is False. The L rows are
+those of the designed chains as in the FASTA, without "/". With --score_only, --unconditional_probs
+or --conditional_probs nothing is drawn: the N sequences are those of --score_only FASTA, or the
+native one.
 
 Positions are chain and number in the file (A12, A12B with insertion code, A10-A20 with both ends).
 Or all are 0-based rows of the designed chains joined in the order of --chains, gaps counted.
@@ -59,7 +64,9 @@ In the header lines: score is the mean negative log-probability in nats of the d
 residues; global_score that of all resolved residues; seq_recovery the fraction of designed,
 resolved residues that are native. Each counts only residues with a known letter (not X), and is
 left out if there are none. Scores are means over --orders decoding orders, fixed residues first, on
-the backbone without noise. All sequences use the same orders, so that scores can be compared.
+the backbone without noise. All sequences use the same orders, so that scores can be compared. The
+published tool scores a drawn sequence in the order in which it was drawn, in which each letter was
+likely: that is about 0.08 lower at temperature 0.1 (mean of -log_probs of the letters, above).
 
 Variants. --mutations FILE scores those of a list, one per line such as A12V or A12V:G45D, or of a
 CSV table with a column mutation and, as you like, pdb_file (relative to the table; then no
@@ -196,8 +203,8 @@ def make_parser():
     add("--pssm_threshold", type=float, default=0.0, metavar="ODDS",
         help="log-odds up to this are low; default 0")
     add = parser.add_argument_group("scoring and running").add_argument
-    add("--score_only", nargs="+", metavar="FASTA",
-        help="score the sequences of these files on each structure; nothing is drawn")
+    add("--score_only", nargs="*", metavar="FASTA",
+        help="score the sequences of these files, or else the native one; nothing is drawn")
     add("--orders", type=int, default=4, metavar="N",
         help="decoding orders that scores are averaged over; default 4")
     add("--batch_size", type=int, default=8, metavar="N",
@@ -220,7 +227,7 @@ def make_parser():
         help="one file, FASTA or, of variants, CSV; default: standard output")
     add("--out_folder", type=Path, metavar="DIR", help="files of each structure, in sub-folders")
     flag("--save_scores", "--save_score", help="with --out_folder: scores of the sequences")
-    flag("--save_probs", help="with --out_folder: what each letter was drawn from")
+    flag("--save_probs", help="with --out_folder: probabilities of designs, by position")
     flag("--unconditional_probs", "--unconditional_probs_only",
          help="with --out_folder: letters given the backbone alone; nothing is drawn")
     flag("--conditional_probs", "--conditional_probs_only",
@@ -294,9 +301,9 @@ def refuse_published_options(argv):
     for option, value in zip(argv, [*argv[1:], ""]):
         is_flag = option == "--score_only" and value in ("0", "1") and not os.path.exists(value)
         if is_flag or option in ("--score_only=0", "--score_only=1"):
-            problems.append("found --score_only as a flag, as in the published command; here give "
-                            "--score_only FASTA, or leave it out: the native sequence is always "
-                            "scored first")
+            problems.append("found --score_only with a number, as in the published command; here "
+                            "give --score_only alone for the native sequence, --score_only FASTA "
+                            "for others, or leave it out: then the native sequence is scored first")
     if problems:
         raise ValueError("; ".join(problems) + ".")
 
@@ -425,7 +432,8 @@ def draw(model, encoding, design, temperature, keys):
     """Draw one sequence for each key, the seed of its random numbers.
 
     encoding: of the structure, or of one noisy copy for each key.
-    Returns: S (M, L) int64, and the probabilities that letters were drawn from, (M, L, 21).
+    Returns: S (M, L) int64; the probabilities that letters were drawn from, (M, L, 21); the orders
+        (M, L) in which they were drawn.
     """
     device = encoding.mask.device
     L = len(design.drawn)
@@ -439,7 +447,7 @@ def draw(model, encoding, design, temperature, keys):
         encoding, S.to(device), drawn.to(device), orders.to(device), temperature, design.bias,
         tied=design.tied, tied_weights=design.tied_weights, pssm=design.pssm,
         noise=gumbel_noise(uniform))
-    return S.cpu(), probs.cpu()
+    return S.cpu(), probs.cpu(), orders
 
 
 def score(model, encoding, design, args, S):
@@ -484,7 +492,8 @@ class Scored(NamedTuple):
     """M sequences that are scored together."""
     heads: list                 # of (text, text): the scores are written between them
     S: torch.Tensor             # (M, L) int64
-    probs: torch.Tensor | None  # (M, L, 21) that letters were drawn from
+    probs: torch.Tensor | None = None   # (M, L, 21) that letters were drawn from
+    orders: torch.Tensor | None = None  # (M, L) in which they were drawn
 
 
 def given_batches(design, args, given):
@@ -493,7 +502,7 @@ def given_batches(design, args, given):
         heads, S = zip(*given[first:first + args.batch_size])
         old_scores = r",? +(score|global_score|seq_recovery)=[^,\s]*"   # of an earlier call
         heads = [(title(design, args) + re.sub(old_scores, "", head), "") for head in heads]
-        yield Scored(heads, torch.from_numpy(np.stack(S).astype(np.int64)), None)
+        yield Scored(heads, torch.from_numpy(np.stack(S).astype(np.int64)))
 
 
 def native_batch(design, args):
@@ -501,7 +510,7 @@ def native_batch(design, args):
     about = (f", fixed_chains={list(design.complex.fixed)}, designed_chains={design.chains}, "
              f"model_name={Path(args.checkpoint).stem}, seed={args.seed}")
     S = torch.from_numpy(design.complex.S.astype(np.int64))[None]
-    return Scored([(design.name, about)], S, None)
+    return Scored([(design.name, about)], S)
 
 
 def drawn_batches(model, encoding, tensors, design, args):
@@ -562,6 +571,7 @@ def make_arrays(model, encoding, design, args, saved, log_p):
     """{kind: {name: array}} for the .npz files of one structure.
 
     saved: [(Scored, scores (M, 2))]. log_p: of each sequence (L, 21), with --conditional_probs."""
+    device = encoding.mask.device
     mask = design.drawn[design.rows]
     S = torch.cat([batch.S for batch, _ in saved])
     about = {"S": S[:, design.rows].numpy(),
@@ -580,7 +590,11 @@ def make_arrays(model, encoding, design, args, saved, log_p):
         arrays["scores"] = {"score": means, "global_score": global_means, **about}
     if args.save_probs:
         probs = torch.cat([batch.probs for batch, _ in saved])
-        arrays["probs"] = {"probs": probs[:, design.rows].numpy(), **about}
+        log_probs = torch.cat([
+            model.decode(encoding, batch.S.to(device), batch.orders.to(device)).cpu()
+            for batch, _ in saved])
+        arrays["probs"] = {"probs": probs[:, design.rows].numpy(), "log_probs": joined(log_probs),
+                           **about}
     if args.unconditional_probs:
         found = joined(model.unconditional(encoding)[0].cpu())
         arrays["unconditional_probs"] = {"log_p": found, **about}
@@ -667,16 +681,20 @@ def run_variants(args):
     if args.correction_weights:
         correction_path = find_weights(args.correction_weights)
     device = choose_device(args.device)
-    proteins = read_variants(args)
+    model = load_for_scoring(checkpoint, device)
+    correction = model if args.correct_unfolded else None
+    if correction_path:
+        correction = load_for_scoring(correction_path, device)
+        if correction.ca_only != model.ca_only:
+            raise ValueError(f"found --correction_weights {correction_path} for weights "
+                             f"{checkpoint}: one of a CA-only model, one for full backbones; "
+                             "expected both of one kind.")
+    proteins = read_variants(args, model.ca_only)
     if args.out:
         check_target(args)
         inputs = [checkpoint, correction_path, args.mutations]
         inputs += [protein.structure.name for protein in proteins]
         refuse_inputs([args.out], [path for path in inputs if path])
-    model = load_for_scoring(checkpoint, device)
-    correction = model if args.correct_unfolded else None
-    if correction_path:
-        correction = load_for_scoring(correction_path, device)
     n = sum(len(protein.variants) for protein in proteins)
     print(f"{device}: {checkpoint}, {n:,} variants of {len(proteins):,} protein(s)",
           file=sys.stderr)
@@ -701,11 +719,13 @@ def load_for_scoring(path, device):
     return model
 
 
-def read_variants(args):
-    """The Protein list of --scan or --mutations. Prints how the input was understood."""
+def read_variants(args, ca_only):
+    """The Protein list of --scan or --mutations. Prints how the input was understood.
+
+    ca_only: for a CA-only model."""
     if args.scan:
         paths = structure_files(args.structures)
-        designs = read_designs(paths, args)
+        designs = read_designs(paths, args, ca_only)
         for note in [note for design in designs for note in design.notes]:
             print(note, file=sys.stderr)
         return [all_single_mutations(design, path) for design, path in zip(designs, paths)]
@@ -719,7 +739,7 @@ def read_variants(args):
                          "column pdb_file; expected one structure, or the column.")
     structure = args.structures[0] if args.structures else None
     chain = args.chains[0] if args.chains else None
-    proteins, skipped = place_all(table, structure, chain, args.fixed_chains)
+    proteins, skipped = place_all(table, structure, chain, args.fixed_chains, ca_only=ca_only)
     if skipped:
         print(f"{args.mutations}: {len(skipped):,} of {len(table.variants):,} variants do not fit "
               "their structure and are left out:", *skipped[:MAX_LISTED], sep="\n  ",
@@ -741,6 +761,10 @@ def tell(args, design, n_sequences, targets, given, device):
         print(note, file=sys.stderr)
     print(f"{device}: {args.checkpoint}, {n_sequences} sequence(s){native}, to {where}",
           file=sys.stderr)
+    if args.drawing:
+        print(f"scores are means over {args.orders} decoding orders, the same for all sequences; "
+              "the published tool scores a design in the order in which it was drawn: about 0.08 "
+              "lower at temperature 0.1", file=sys.stderr)
 
 
 def write_files(args, design, text, arrays, targets):

@@ -665,7 +665,7 @@ def ca_frames(CA, is_residue):
     normal = unit(torch.linalg.cross(before, u))
     bisector = unit(before - u)
     frames = torch.stack([bisector, normal, torch.linalg.cross(bisector, normal)], dim=2)
-    has_frame = F.pad(is_residue[:, 2:], (0, 2))                    # there are two rows after it
+    has_frame = F.pad(is_residue, (0, 2))[:, 2:]                    # there are two rows after it
     has_frame[:, 0] = False
     return torch.where(has_frame[..., None, None], frames, 0)
 

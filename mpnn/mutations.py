@@ -93,7 +93,8 @@ def read_mutations(path: str | Path, measured: str | None = None) -> MutationTab
 
 
 def place_all(table: MutationTable, structure: str | Path | None = None, chain: str | None = None,
-              fixed: list[str] | None = None, see_all: bool = True) -> tuple[list[Protein], list]:
+              fixed: list[str] | None = None, see_all: bool = True,
+              ca_only: bool = False) -> tuple[list[Protein], list]:
     """Group the variants by structure, chain and context, and find their residues.
 
     Args:
@@ -101,6 +102,7 @@ def place_all(table: MutationTable, structure: str | Path | None = None, chain: 
         chain:     name, for lines that give none. Optional for structures of one protein chain.
         fixed:     names of the context chains, for lines that give none.
         see_all:   if neither says which: take all other protein chains as context, or none.
+        ca_only:   read structures for a CA-only model.
     Returns: proteins in the order of the table; texts that name the variants that do not fit their
         structure, which are left out.
     Raises: ValueError for structures that cannot be read, absent chains, and if none is left.
@@ -124,7 +126,7 @@ def place_all(table: MutationTable, structure: str | Path | None = None, chain: 
     for (path, name, context), variants in groups.items():
         try:
             if path not in structures:
-                structures[path] = read_structure(path)
+                structures[path] = read_structure(path, ca_only)
             complex = choose_complex(structures[path], name, context)
         except (ValueError, OSError) as error:
             problems.append(f"line {variants[0].line}: {error}")

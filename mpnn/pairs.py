@@ -281,6 +281,9 @@ class _PairReader:
 def _check_keys(entry):
     if not isinstance(entry, dict):
         raise ValueError(f"found {quote(entry)}; expected an object")
+    if "num_of_chains" in entry:
+        raise ValueError("a structure, as in parsed_pdbs.jsonl of the published tool; expected "
+                         "preference pairs, which name PDB or mmCIF files")
     for key in sorted(entry.keys() - {*REQUIRED, *OPTIONAL}):
         raise ValueError(f"unknown key {key}; known are {' '.join(REQUIRED + OPTIONAL)}")
     for key in REQUIRED:

@@ -494,6 +494,8 @@ def read_json(path: str) -> dict:
             value, end = decoder.raw_decode(text, start.start())
             if not isinstance(value, dict):
                 raise ValueError(f"a {type(value).__name__}")
+            if "num_of_chains" in value:
+                raise ValueError("a structure, as in parsed_pdbs.jsonl of the published tool")
             items += value.items()
         if end == 0:
             raise ValueError("nothing")

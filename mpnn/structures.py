@@ -130,6 +130,9 @@ def read_structure(path: str | Path, ca_only: bool = False) -> Structure:
     if not path.exists():
         raise FileNotFoundError(f"file not found: {path}")
     suffix = Path(path.name.lower().removesuffix(".gz")).suffix
+    if suffix in (".json", ".jsonl"):
+        raise ValueError(f"{path} is a JSON file, as parsed_pdbs.jsonl of the published tool; "
+                         "expected the PDB or mmCIF files that it was made from, or their folder")
     if not path.is_file() or suffix not in FORMATS:
         raise ValueError(f"{path} is not a file with a name in {' '.join(FORMATS)} or one of these "
                          "with .gz")

@@ -130,7 +130,8 @@ def test_a_ca_only_model_reads_ca_atoms_alone(files, demo, name):
 
 
 def test_a_residue_without_ca_is_unresolved_for_a_ca_only_model(tmp_path):
-    atoms = Atoms().add("A", 1, "MET").add("A", 2, "LYS", ["N", "C", "O"]).add("A", 4, "VAL", ["CA"])
+    atoms = Atoms().add("A", 1, "MET").add("A", 2, "LYS", ["N", "C", "O"])
+    atoms.add("A", 4, "VAL", ["CA"])
     path = write(tmp_path, atoms.pdb(), "s.pdb")
     assert read_structure(path, ca_only=True).chains["A"].resolved.tolist() == [
         True, False, False, True]
@@ -180,6 +181,23 @@ def test_a_chain_of_ca_atoms_is_refused_for_design_by_a_full_model(sample, weigh
     code, _, said = sample(weights / "full.pt", files / "mixed.pdb", "--chains", "A")
     assert code == 2
     assert "give weights of a CA-only model" in said
+
+
+@pytest.mark.parametrize("options", [["--mutations", "list.csv"], ["--scan"]])
+def test_variants_of_a_file_of_ca_atoms_are_scored(sample, weights, files, demo, options):
+    letter = "ACDEFGHIKLMNPQRSTVWY"[demo.complex.S[1]]
+    (files / "list.csv").write_text(f"mutation\n{letter}2{'A' if letter != 'A' else 'G'}\n")
+    options = [files / word if word == "list.csv" else word for word in options]
+    code, out, said = sample(weights / "ca.pt", files / "ca.pdb", *options)
+    assert code == 0, said
+    assert len(out.splitlines()) > 1
+
+
+def test_a_correction_by_weights_of_the_other_kind_is_refused(sample, weights, files):
+    code, _, said = sample(weights / "ca.pt", files / "all.pdb", "--scan", "--correction_weights",
+                           weights / "full.pt")
+    assert code == 2
+    assert "expected both of one kind" in said
 
 
 def pairs_file(folder, demo, pdb_file):

@@ -1,10 +1,16 @@
-"""Are published weights found by name, in folders and in an installed package?"""
+"""Are published weights found by name, and do they give the published numbers?"""
+import re
 import sys
 
 import pytest
+import torch
 
+import sample_proteinmpnn
+from mpnn.batches import collate_complexes
+from mpnn.model import load_proteinmpnn, to_checkpoint
 from mpnn.published import INSTALL, find_weights, in_folder, in_package
 from mpnn.reference import path_of_base
+from mpnn.structures import Complex, read_structure
 from train_dpo_ddp import Model
 
 VANILLA = "vanilla_model_weights/v_48_020.pt"
@@ -118,3 +124,85 @@ def test_the_package_on_the_index_carries_weights_of_each_kind(weights_package):
     found = [in_package(name) for name in ("v_48_020", "soluble/v_48_010", "ca/v_48_002")]
     assert [path.parent.name for path in found] == [
         "vanilla_model_weights", "soluble_model_weights", "ca_model_weights"]
+
+
+# ---- the published numbers ----
+
+CASES = ["vanilla/v_48_020/5L33", "soluble/v_48_010/5L33", "ca/v_48_020/5L33", "ca/v_48_020/3HTN"]
+
+
+@pytest.fixture(params=CASES)
+def case(request, shared, weights_package):
+    """(numbers of the official code, our model, its encoding of the structure)."""
+    file = torch.load(shared / "fixtures" / "proteinmpnn_published.pt", weights_only=True)
+    numbers = file["cases"][request.param]
+    model = load_proteinmpnn(str(in_package(request.param.rpartition("/")[0]))).eval()
+    structure = read_structure(shared / "data" / "pdbs" / numbers["pdb"], model.ca_only)
+    complex = Complex(structure, numbers["design_chains"], numbers["fixed_chains"])
+    tensors = collate_complexes([complex], ("X", "mask", "residue_idx", "chain_id"))
+    assert torch.equal(tensors["mask"].bool(), numbers["mask"])
+    with torch.no_grad():
+        return numbers, model, model.encode(model.graph(**tensors))
+
+
+def test_neighbours_agree_with_the_official_code(case):
+    numbers, _, encoding = case
+    ours, official = (E_idx[numbers["mask"]].long().sort(-1).values
+                      for E_idx in (encoding.E_idx, numbers["E_idx"]))
+    assert torch.equal(ours, official)
+
+
+@torch.no_grad()
+def test_log_probabilities_agree_with_the_official_code(case):
+    numbers, model, encoding = case
+    S = numbers["S"].long()
+    log_probs = model.decode(encoding, S, numbers["decoding_order"].long())
+    mask = numbers["mask"]
+    torch.testing.assert_close(log_probs[mask], numbers["log_probs"][mask], rtol=0, atol=1e-4)
+    token = -log_probs.gather(-1, S[..., None])[..., 0]
+    assert token[mask & numbers["chain_M"]].mean() == pytest.approx(numbers["score"], abs=1e-4)
+    assert token[mask].mean() == pytest.approx(numbers["global_score"], abs=1e-4)
+
+
+@torch.no_grad()
+def test_log_probabilities_of_the_backbone_alone_agree_with_the_official_code(case):
+    numbers, model, encoding = case
+    mask = numbers["mask"]
+    torch.testing.assert_close(model.unconditional(encoding)[mask],
+                               numbers["unconditional_log_probs"][mask], rtol=0, atol=1e-4)
+
+
+def test_ca_only_weights_are_written_as_they_were_published(weights_package):
+    path = in_package("ca/v_48_020")
+    published = torch.load(path, weights_only=True)
+    written = to_checkpoint(load_proteinmpnn(str(path)))
+    assert (written["num_edges"], written["noise_level"]) == (48, 0.2)
+    assert list(written["model_state_dict"]) == list(published["model_state_dict"])
+    assert all(torch.equal(written["model_state_dict"][name], value)
+               for name, value in published["model_state_dict"].items())
+
+
+def figures(text, name):
+    """Numbers of this name in the headers of a FASTA text."""
+    return [float(value) for value in re.findall(rf"\b{name}=([\d.]+)", text)]
+
+
+# Scores in the published repository, with their standard deviations over decoding orders.
+@pytest.mark.parametrize("name, expected, deviation", [("5L33", 1.587, 0.012),
+                                                       ("6MRR", 1.475, 0.020)])
+def test_the_score_of_a_native_sequence_is_the_published_one(  # noqa: PLR0913
+        shared, weights_package, capsys, name, expected, deviation):
+    pdb = shared / "data" / "pdbs" / f"{name}.pdb"
+    assert sample_proteinmpnn.main(["v_48_020", str(pdb), "--score_only", "--orders", "16"]) == 0
+    found, = figures(capsys.readouterr().out, "score")
+    assert found == pytest.approx(expected, abs=deviation)
+
+
+@pytest.mark.slow
+def test_designs_recover_as_many_native_letters_as_published(shared, weights_package, capsys):
+    pdb = shared / "data" / "pdbs" / "5L33.pdb"
+    assert sample_proteinmpnn.main(["v_48_020", str(pdb), "--num", "32", "--batch_size", "32",
+                                    "--orders", "1"]) == 0
+    _, *recoveries = figures(capsys.readouterr().out, "seq_recovery")
+    assert len(recoveries) == 32
+    assert sum(recoveries) / 32 == pytest.approx(0.45, abs=0.01)

@@ -262,6 +262,34 @@ def test_unconditional_and_conditional_probabilities_are_those_of_the_model(
             assert others[row, i] == pytest.approx(last.numpy(), abs=1e-4)
 
 
+def test_log_probs_of_designs_are_those_of_their_own_orders(sample, pdb, tmp_path):
+    sample(pdb, "--temperature", 1, "--num", 3, "--save_probs", "--out_folder", tmp_path / "out")
+    saved = arrays(tmp_path / "out", "probs")
+    p = np.exp(saved["log_probs"])
+    p[..., 20] = 0      # X is never drawn
+    np.testing.assert_allclose(p / p.sum(-1, keepdims=True), saved["probs"], atol=1e-5)
+
+
+def test_without_a_file_score_only_scores_the_native_sequence(sample, pdb):
+    (_, native), *others = read(sample(pdb, "--score_only")[0])
+    assert native == NATIVE
+    assert others == []
+
+
+def test_the_scores_of_designs_are_told_from_those_of_the_published_tool(sample, pdb):
+    assert "0.08 lower" in sample(pdb)[1]
+    assert "0.08 lower" not in sample(pdb, "--score_only")[1]
+
+
+@pytest.mark.parametrize("options", [["parsed_pdbs.jsonl"],
+                                     ["one.pdb", "--omit_AA_jsonl", "parsed_pdbs.jsonl"]])
+def test_a_file_of_parsed_structures_is_refused_by_its_name(sample, pdb, options):
+    file = pdb.parent / "parsed_pdbs.jsonl"
+    file.write_text(json.dumps({"seq": NATIVE, "name": "one", "num_of_chains": 1}) + "\n")
+    options = [pdb.parent / word if "." in word else word for word in options]
+    assert "parsed_pdbs.jsonl of the published tool" in sample(*options, code=2)[1]
+
+
 def test_settings_by_position_act_at_their_position_only(sample, dimer, tmp_path):
     args = (dimer, "--chains", "B", "A", "--num", 30, "--temperature", 30, "--omit", "C")
 
