@@ -185,6 +185,14 @@ def close_at_once(port):
     return server
 
 
+def test_a_program_that_ends_a_connection_is_never_taken_for_rank_0():
+    with close_at_once(0) as server:
+        address = ddp_setup.Address(*server.getsockname(), "")
+        with pytest.raises(ddp_setup.SetupError, match="held by a stranger"):
+            ddp_setup._await_listener(Ddp(), address, 0.5, STRANGER)
+        server.shutdown(socket.SHUT_RDWR)
+
+
 @pytest.mark.parametrize("stranger", [listen_silently, close_at_once])
 def test_a_program_that_is_no_store_is_told_from_rank_0(stranger):
     with stranger(0) as server:
@@ -228,6 +236,26 @@ def test_ranks_of_one_launch_compute_the_same_port_and_those_of_another_launch_a
         return ddp_setup._place_of_rank_0(ddp, env).port
     assert port(SLURM_JOB_ID="1", SLURM_STEP_ID="0") == port(SLURM_JOB_ID="1", SLURM_STEP_ID="0")
     assert port(SLURM_JOB_ID="1", SLURM_STEP_ID="0") != port(SLURM_JOB_ID="1", SLURM_STEP_ID="1")
+
+
+def test_no_other_program_gets_a_computed_port_by_asking_for_any():
+    """Linux gives those from 32768 on."""
+    ddp = Ddp(world_size=2, local_world_size=2, launcher="Slurm step")
+    ports = [ddp_setup._place_of_rank_0(ddp, {"SLURM_JOB_ID": str(job)}).port for job in range(99)]
+    assert min(ports) > 1024 and max(ports) < 32768
+
+
+def test_a_name_of_both_kinds_means_the_address_of_ipv4(monkeypatch):
+    def both(*_, **options):
+        return [(family, socket.SOCK_STREAM, 6, "", (ip, 0)) for family, ip in (
+            (socket.AF_INET6, "fd00::9"), (socket.AF_INET, "10.0.0.9"))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", both)
+    assert ddp_setup._resolve("n0") == "10.0.0.9"
+
+
+def test_equal_parts_give_equal_seeds_in_every_version():
+    assert ddp_setup.seed_for(0, "rank", 1) == 3056358934300634472
 
 
 def test_ranks_on_several_hosts_that_nobody_tells_where_rank_0_is_are_refused():
@@ -458,6 +486,32 @@ def test_a_full_disk_is_told_with_the_room_that_a_checkpoint_needs(tmp_path):
         save_checkpoint(tmp_path / "b.pt", Ddp(), state=[{"w": torch.zeros(1_000_000)}])
 
 
+def test_a_full_disk_is_not_answered_by_the_same_command(tmp_path):
+    (tmp_path / ".b.pt.tmp").symlink_to("/dev/full")
+    with pytest.raises(CannotSave) as caught:
+        save_checkpoint(tmp_path / "b.pt", Ddp(), step=3)
+    assert caught.value.retry is False
+
+
+@pytest.mark.parametrize("resumes", [True, False])
+def test_only_a_checkpoint_that_a_start_continues_from_is_told_as_the_last(resumes, tmp_path):
+    ddp = Ddp()
+    save_checkpoint(str(tmp_path / "b.pt"), ddp, resumes=resumes, step=3)
+    assert ddp.state.checkpoint == (str(tmp_path / "b.pt") if resumes else "")
+
+
+def test_a_checkpoint_is_not_passed_over_for_want_of_memory(tmp_path, monkeypatch):
+    def no_memory(*_, **options):
+        raise MemoryError
+
+    path = tmp_path / "last.pt"
+    for step in (1, 2):
+        save_checkpoint(path, Ddp(), keep_last=2, step=step)
+    monkeypatch.setattr(torch, "load", no_memory)
+    with pytest.raises(MemoryError):
+        load_checkpoint(path, Ddp())
+
+
 def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, disk_calls):
     path = tmp_path / "b.pt"
     save_checkpoint(path, Ddp(), step=3)
@@ -650,6 +704,13 @@ def test_a_stop_file_is_looked_for_where_it_was_named_first(tmp_path, monkeypatc
     expected = f"{tmp_path}/STOP exists; remove it before the next start"
     assert stop_reason(ddp, 4, stop_file="STOP") == expected
     end_watch(ddp)
+
+
+def test_the_end_waits_for_other_ranks_as_long_as_the_watch_would():
+    ddp = Ddp()
+    start_watch(ddp, minutes=3)
+    end_watch(ddp)
+    assert ddp.state.patience == 180
 
 
 def test_a_new_watch_knows_of_a_request_to_the_one_before():

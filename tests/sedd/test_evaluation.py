@@ -103,16 +103,31 @@ def test_the_times_of_proteins_divide_the_unit_interval_evenly(letters):
     assert np.sort(validation_of(letters).start) == pytest.approx((np.arange(40) + 0.5) / 40)
 
 
-def test_each_noise_level_of_a_protein_has_noise_of_its_own(letters):
-    class Recorder(TrueScores):
-        def forward(self, xt, sigma, mask=None):
-            noised.append(xt == self.graph.mask_id)
-            return super().forward(xt, sigma, mask)
+class Recorder(TrueScores):
+    """Notes which residues the noise has changed, (B, L) bool, of each batch."""
 
-    noised = []
-    validation_of(letters, samples=3)(Recorder(P, ABSORB), Ddp(), torch.float32)
-    less, more = noised[:2]   # of the same proteins, as noise levels follow one another
+    def __init__(self):
+        super().__init__(P, ABSORB)
+        self.noised = []
+
+    def forward(self, xt, sigma, mask=None):
+        self.noised.append(xt == self.graph.mask_id)
+        return super().forward(xt, sigma, mask)
+
+
+def test_each_noise_level_of_a_protein_has_noise_of_its_own(letters):
+    model = Recorder()
+    validation_of(letters, samples=3)(model, Ddp(), torch.float32)
+    less, more = model.noised[:2]   # of the same proteins, as noise levels follow one another
     assert less.sum() < more.sum() and (less & ~more).any()   # of one draw, more would hold less
+
+
+def test_each_protein_has_noise_of_its_own(letters):
+    model = Recorder()
+    validation_of(letters)(model, Ddp(), torch.float32)
+    noised = torch.cat(model.noised)
+    by_level = noised[noised.sum(1).argsort()]
+    assert (by_level[10] & ~by_level[20]).any()   # of one draw, the latter would hold the former
 
 
 def test_the_standard_error_is_that_of_the_mean_difference_from_the_exact_value(letters):

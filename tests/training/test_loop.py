@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import math
 import os
 import shutil
@@ -268,6 +269,24 @@ def save_by_the_clock_of_rank_0(ddp):
 
 def test_all_ranks_save_after_the_same_step_by_the_clock_of_rank_0(tmp_path):
     on_ranks(2, "test_loop", "save_by_the_clock_of_rank_0(ddp)", tmp_path)
+
+
+def test_where_totals_come_a_step_late_a_request_is_answered_by_one_checkpoint():
+    ddp = Ddp()
+    late = dataclasses.replace(ddp, device=torch.device("meta"))   # for after_step: no CPU
+    watch_run(ddp, minutes=0)
+    save_every(ddp, minutes=1e-9)
+    run = toy(n_iters=4)
+    batches = open_batches(run, Rows(), loss_of_toy, ddp)
+    due = []
+    for _ in range(4):
+        take_step(run, batches, loss_of_toy, ddp)
+        after_step(run, late, at_once=False)
+        due.append(run.save_due)
+        if run.save_due:
+            save_every(ddp, minutes=1e9)
+    close_run(ddp)
+    assert due == [False, True, False, False]
 
 
 def come_apart(ddp):

@@ -14,6 +14,7 @@ from training.log import RunLog
 from training.resume import (Former, check_checkpoint, check_data, check_fields, copy_best,
                              count_micro_batches, find_checkpoint, hash_of, machine_differences,
                              refuse_other_script, save_run)
+from training.watch import close_run, save_every, save_wanted, watch_run
 
 
 @dataclasses.dataclass
@@ -186,3 +187,16 @@ def test_a_run_whose_folder_another_has_taken_saves_nothing(tmp_path):
     with pytest.raises(RuntimeError, match="process 7"):
         save_run(run, RunLog(tmp_path, True, 9), Ddp(), "last.pt")
     assert not (tmp_path / "checkpoints").exists()
+
+
+def test_the_minutes_until_a_checkpoint_begin_anew_with_each(tmp_path):
+    run = toy()
+    run.config = Config()
+    run.work_dir = tmp_path
+    ddp = Ddp()
+    watch_run(ddp, minutes=0)
+    save_every(ddp, minutes=2)
+    ddp.state.record.saved_at -= 130
+    save_run(run, RunLog(tmp_path, True, 9), ddp, "last.pt")
+    assert not save_wanted(ddp)
+    close_run(ddp)

@@ -5,7 +5,8 @@ import pytest
 
 from ddp_setup import Ddp, end_watch, save_checkpoint, stop_reason
 from launchers import ROOT, fork_ranks
-from training.watch import beat, close_run, read_status, watch_run, write_status
+from training.watch import (beat, close_run, read_status, save_every, save_wanted, watch_run,
+                            write_status)
 
 
 def test_a_run_is_on_until_it_is_closed(tmp_path):
@@ -126,4 +127,22 @@ def test_signals_that_a_watch_is_not_told_to_handle_are_left_alone(tmp_path):
     ddp = Ddp()
     watch_run(ddp, tmp_path, minutes=0, signals=["SIGTERM", "SIGUSR1"])
     assert signal.getsignal(signal.SIGINT) is before
+    close_run(ddp)
+
+
+@pytest.mark.parametrize("seconds, wanted", [(0, False), (110, False), (130, True)])
+def test_a_checkpoint_is_wanted_when_so_many_minutes_have_passed(seconds, wanted):
+    ddp = Ddp()
+    watch_run(ddp, minutes=0)
+    save_every(ddp, minutes=2)
+    ddp.state.record.saved_at -= seconds
+    assert save_wanted(ddp) == wanted
+    close_run(ddp)
+
+
+def test_the_clock_of_another_rank_wants_no_checkpoint():
+    ddp = Ddp(rank=1, world_size=2)
+    watch_run(ddp, minutes=0)
+    save_every(ddp, minutes=1e-9)
+    assert not save_wanted(ddp)
     close_run(ddp)
