@@ -108,8 +108,8 @@ from mpnn.published import find_weights
 from mpnn.settings import (PER_STRUCTURE, Design, letter_bias, name_of, read_json,
                            structure_files)
 from mpnn.tables import MAX_LISTED
-from mpnn.variant_tables import (SCORE, Scoring, all_single_mutations, correlate_proteins,
-                                 score_proteins, table_text)
+from mpnn.variant_tables import (SCORE, Scoring, all_single_mutations, check_measured,
+                                 correlate_proteins, score_proteins, table_text)
 from mpnn.variants import log_probs_decoded_last
 from sedd.sequences import LETTERS, X_ID, keyed_generator, named_sequences
 from training.config import Parser
@@ -698,18 +698,30 @@ def run_variants(args):
     n = sum(len(protein.variants) for protein in proteins)
     print(f"{device}: {checkpoint}, {n:,} variants of {len(proteins):,} protein(s)",
           file=sys.stderr)
-    scores = score_proteins(model, proteins, Scoring(args.orders, args.seed, args.batch_size),
-                            correction)
-    text = table_text(proteins, scores)
-    if args.out:
-        write_whole(args.out, lambda file: file.write(text.encode()))
-    else:
-        sys.stdout.write(text)
+    scoring = Scoring(args.orders, args.seed, args.batch_size)
+    scores = []
+    try:
+        for of_protein in score_proteins(model, proteins, scoring, correction):
+            scores.append(of_protein)
+    finally:   # after Ctrl-C or out of memory: keep finished proteins, and an old --out file
+        write_scores(args.out, proteins, scores)
     if args.measured:
         report = correlate_proteins(proteins, scores, bool(args.lower_is_better), args.seed)
         better = "lower" if args.lower_is_better else "higher"
         print(f"score against {args.measured} ({better} is better), 95 % intervals in brackets",
               *report.lines(), sep="\n", file=sys.stderr)
+
+
+def write_scores(out, proteins, scores):
+    """Write the table of the proteins that have scores, to FILE.partial if others have none."""
+    if out is None and len(scores) == len(proteins):
+        sys.stdout.write(table_text(proteins, scores))
+    elif out is not None and scores:
+        path = out if len(scores) == len(proteins) else Path(f"{out}.partial")
+        text = table_text(proteins, scores)
+        write_whole(path, lambda file: file.write(text.encode()))
+        if path != out:
+            print(f"{len(scores)} of {len(proteins)} proteins are in {path}", file=sys.stderr)
 
 
 def load_for_scoring(path, device):
@@ -740,6 +752,8 @@ def read_variants(args, ca_only):
     structure = args.structures[0] if args.structures else None
     chain = args.chains[0] if args.chains else None
     proteins, skipped = place_all(table, structure, chain, args.fixed_chains, ca_only=ca_only)
+    if args.measured:
+        check_measured(proteins, args.measured)
     if skipped:
         print(f"{args.mutations}: {len(skipped):,} of {len(table.variants):,} variants do not fit "
               "their structure and are left out:", *skipped[:MAX_LISTED], sep="\n  ",

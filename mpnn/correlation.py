@@ -12,6 +12,7 @@ import numpy as np
 
 N_DRAWS = 1000
 MOST_NUMBERS = 2_000_000    # of a table (draws, mutations): 16 MB, and some copies
+FEWEST = 3              # mutations for any correlation
 LEAST = 10              # mutations of a protein for a correlation of its own
 
 
@@ -53,13 +54,13 @@ def correlate(scores: Sequence[float], measured: Sequence[float], proteins: Sequ
         scores, measured: (n,) finite numbers.
         proteins:         (n,) the name of each mutation's protein.
         seed:             of the bootstrap.
-    Raises: ValueError for fewer than 3 mutations.
+    Raises: ValueError for fewer than FEWEST mutations.
     """
     scores = np.asarray(scores, np.float64)
     measured = np.asarray(measured, np.float64)
-    if len(scores) < 3:
+    if len(scores) < FEWEST:
         raise ValueError(f"found {len(scores)} mutations with a measured value; expected at least "
-                         "3 to correlate.")
+                         f"{FEWEST} to correlate.")
     names, protein = np.unique(np.asarray(proteins, dtype=object).astype(str), return_inverse=True)
     random = np.random.Generator(np.random.PCG64(seed % 2**64))
     of_each = {}

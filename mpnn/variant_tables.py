@@ -1,7 +1,7 @@
 """Scores of the variants of many proteins: computed with a progress bar, written as a table.
 
     proteins, skipped = place_all(read_mutations("s2648.csv", measured="ddg"))
-    scores = score_proteins(model, proteins, Scoring(n_orders=4), correction=model)
+    scores = list(score_proteins(model, proteins, Scoring(n_orders=4), correction=model))
     text = table_text(proteins, scores)                     # CSV
     report = correlate_proteins(proteins, scores, lower_is_better=True)
 
@@ -12,12 +12,13 @@ import io
 import math
 import shutil
 import sys
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
-from mpnn.correlation import Report, correlate
+from mpnn.correlation import FEWEST, Report, correlate
 from mpnn.model import ProteinMPNN
 from mpnn.mutations import Mutation, Protein, Variant
 from mpnn.settings import Design
@@ -36,14 +37,14 @@ class Scoring(NamedTuple):
 
 
 def score_proteins(model: ProteinMPNN, proteins: list[Protein], scoring: Scoring,
-                   correction: ProteinMPNN | None = None) -> list[np.ndarray]:
-    """The scores (n,) of the variants of each protein, float64, in nats; see mpnn/variants.py.
+                   correction: ProteinMPNN | None = None) -> Iterator[np.ndarray]:
+    """Yield the scores (n,) of the variants of each protein, float64, in nats; see
+    mpnn/variants.py.
 
     Args:
         model:      in eval mode, on its device.
         correction: model whose score of the residue alone is subtracted, or None.
     """
-    scores = []
     total = sum(work_of(protein.changes, scoring.n_orders) for protein in proteins)
     columns, lines = shutil.get_terminal_size()     # 80 x 24 if the terminal says 0 x 0
     with tqdm(total=total, unit=" residues", delay=PATIENCE, disable=not sys.stderr.isatty(),
@@ -53,8 +54,7 @@ def score_proteins(model: ProteinMPNN, proteins: list[Protein], scoring: Scoring
                                    done=bar.update)
             if correction is not None:
                 found -= score_alone(correction, protein.complex, protein.changes)
-            scores.append(found)
-    return scores
+            yield found
 
 
 def all_single_mutations(design: Design, name: str) -> Protein:
@@ -94,6 +94,14 @@ def table_text(proteins: list[Protein], scores: list[np.ndarray]) -> str:
     return text.getvalue()
 
 
+def check_measured(proteins: list[Protein], column: str) -> None:
+    """ValueError for fewer measured values than correlate_proteins needs."""
+    n = sum(math.isfinite(variant.measured) for protein in proteins for variant in protein.variants)
+    if n < FEWEST:
+        raise ValueError(f"found {n} variants with a value in the column {column}; expected at "
+                         f"least {FEWEST} to correlate.")
+
+
 def correlate_proteins(proteins: list[Protein], scores: list[np.ndarray],
                        lower_is_better: bool = False, seed: int = 0) -> Report:
     """Correlation of scores with the variants' measured values, where there are any.
@@ -102,7 +110,7 @@ def correlate_proteins(proteins: list[Protein], scores: list[np.ndarray],
         lower_is_better: such as for ddG, positive = destabilising: the sign of the measured values
             is turned.
         seed:            of the bootstrap.
-    Raises: ValueError for fewer than 3 measured values.
+    Raises: ValueError for fewer than FEWEST measured values.
     """
     sign = -1 if lower_is_better else 1
     names = []

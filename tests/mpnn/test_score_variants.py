@@ -127,6 +127,27 @@ def test_the_correlation_with_a_measured_column_is_printed(options, sign, score)
     assert f"  {bound} [{bound}, {bound}]: one.pdb A, 10 mutations" in err
 
 
+def test_too_few_measured_values_are_refused_before_anything_is_computed(score, folder):
+    _, err = score("mutation,ddg\nK11W,1\nK11G,\nK11A,2\n", "one.pdb", "--measured", "ddg",
+                   "--out", "o.csv", code=2)
+    assert "found 2 variants with a value in the column ddg" in err
+    assert not (folder / "o.csv").exists()
+
+
+def test_proteins_that_were_finished_before_ctrl_c_are_kept(score, folder, monkeypatch):
+    def one_then_ctrl_c(*_):
+        yield np.array([0.5])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sample_proteinmpnn, "score_proteins", one_then_ctrl_c)
+    (folder / "o.csv").write_text("old")
+    _, err = score("pdb_file,chain,mutation\none.pdb,A,K11W\ntwo.pdb,A,K11W\n", "--out", "o.csv",
+                   code=130)
+    assert "1 of 2 proteins are in o.csv.partial" in err
+    assert (folder / "o.csv.partial").read_text().endswith("one.pdb,A,K11W,0.50000\n")
+    assert (folder / "o.csv").read_text() == "old"
+
+
 @pytest.mark.parametrize("options, said", [
     ("", "found 0 structure(s) on the command line, and m.csv without a column pdb_file"),
     ("one.pdb two.pdb", "found 2 structure(s) on the command line"),
@@ -178,7 +199,7 @@ def test_measured_stability_is_ranked_as_by_the_published_scores(shared, weights
         pytest.skip(f"no table of measured changes of stability at {table}")
     model = load_proteinmpnn(in_package("v_48_020")).eval()
     proteins, skipped = place_all(read_mutations(table, "ddg"))
-    scores = score_proteins(model, proteins, Scoring(n_orders=1))
+    scores = list(score_proteins(model, proteins, Scoring(n_orders=1)))
     plain = correlate_proteins(proteins, scores, lower_is_better=True)
     corrected = [of_protein - score_alone(model, protein.complex, protein.changes)
                  for of_protein, protein in zip(scores, proteins)]
