@@ -73,6 +73,8 @@ LIKELY_CAUSES = {signal.SIGKILL: ": out of memory?", signal.SIGBUS: ": is /dev/s
 UNTRIED = {"PALS_RANKID": "PALS", "FLUX_TASK_RANK": "Flux", "JSM_NAMESPACE_RANK": "jsrun",
            "MV2_COMM_WORLD_RANK": "MVAPICH2"}
 
+RANK_VARIABLES = ("DDP_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", *UNTRIED, "RANK", "SLURM_PROCID")
+
 
 # ---------------------------------------------------------------- the start
 def supervise(command: list[str] | None = None) -> None:
@@ -83,6 +85,7 @@ def supervise(command: list[str] | None = None) -> None:
 
     Args:
         command: the program to guard and its arguments; None: this script, with its arguments."""
+    end_imports_at_ctrl_c()
     if _is_rank_of_a_guard():
         return
     if not _is_wanted():
@@ -99,6 +102,33 @@ def supervise(command: list[str] | None = None) -> None:
         say(f"ddp_guard: {error!r}; this rank goes on without it\n")
         code = process.wait()
     _end_like_the_rank(code)
+
+
+def end_imports_at_ctrl_c() -> None:
+    """Have a Ctrl-C that comes while this script imports, which takes seconds, end it with one line
+    and code 130; later, and where Ctrl-C is ignored or handled, it does what it does anyway."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
+
+
+def _interrupt(_number, frame):
+    """Handler of SIGINT. frame: where the main thread is."""
+    while frame is not None and frame.f_globals.get("__name__") != "__main__":
+        frame = frame.f_back
+    imports = frame is not None and frame.f_code.co_name == "<module>"
+    if not imports:
+        raise KeyboardInterrupt
+    if _number_of_rank() == "0":    # one line for all ranks
+        os.write(2, b"interrupted (Ctrl-C)\n")
+    os._exit(INTERRUPTED)    # an exception could be taken for a failed import
+
+
+def _number_of_rank():
+    """The number of this process as its launcher tells it, "0" without one."""
+    for variable in RANK_VARIABLES:
+        if os.environ.get(variable):
+            return os.environ[variable]
+    return "0"
 
 
 def _is_rank_of_a_guard():

@@ -12,6 +12,10 @@ on the CPU: of a matrix product, and of the outputs and gradients of SEDD and Pr
 autocast as in training. Exit code of every rank: 0, 3 if a claim failed on any rank, 2 for wrong
 arguments. Reads and writes no files.
 """
+if __name__ == "__main__":   # Ctrl-C during the imports below ends the script with one line
+    import ddp_guard
+    ddp_guard.end_imports_at_ctrl_c()
+
 import contextlib
 import functools
 import math

@@ -116,6 +116,8 @@ def ranks_meet(command):
 def exit_before_start(command, error):
     """Print an error of this rank, note it in status.json if no other rank has, and exit."""
     if isinstance(error, KeyboardInterrupt):
+        if detect_launcher(os.environ).rank == 0:
+            print("interrupted (Ctrl-C)", file=sys.stderr)
         replace_status(command.work_dir, INTERRUPTED, "interrupted (Ctrl-C)", since=command.began)
         sys.exit(INTERRUPTED)
     error = command.problem or error   # the first one

@@ -138,7 +138,7 @@ def run_ranks(command: list[str], per_node: int, n_nodes: int = 1, node_rank: in
                 ranks.start(command, {**environment, **place})
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             print(f"error: rank {place['DDP_RANK']} cannot be started: {error}", file=sys.stderr)
-            ranks.send(signal.SIGKILL)
+            ranks.end_within(0)
             ranks.wait()
             return 1
         return exit_code_of(ranks.wait())
@@ -165,6 +165,8 @@ class Ranks:
 
     def __init__(self):
         self.processes = []
+        self.numbers = {}       # {process id: number of the rank}
+        self.guarded = "DDP_GUARD_FD" in os.environ   # as this process is: a guard names its rank
         self.codes = []         # exit codes, in the order in which the ranks ended
         self.ending = None      # time.monotonic(); None: no limit
         self.pending = []       # signals that came since the last look at the ranks
@@ -172,9 +174,11 @@ class Ranks:
 
     def start(self, command: list[str], environment: dict) -> None:
         """Start one rank, in a session of its own: a terminal's Ctrl-C comes through pass_on."""
-        self.processes.append(subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, *command], env=environment, start_new_session=True,
-            preexec_fn=self.become_rank))
+            preexec_fn=self.become_rank)
+        self.processes.append(process)
+        self.numbers[process.pid] = environment["DDP_RANK"]
 
     def become_rank(self) -> None:
         """In the started process, before it runs Python: give back the cores that OpenMP took, and
@@ -227,6 +231,7 @@ class Ranks:
             ended = [process for process in running if process.poll() is not None]
             for process in ended:
                 running.remove(process)
+                self.name_killed(process)
                 self.codes.append(process.returncode)
             if any(has_failed(process.returncode) for process in ended):
                 self.send(signal.SIGTERM)
@@ -236,6 +241,18 @@ class Ranks:
             if running and not ended:
                 time.sleep(POLL)
         return self.codes
+
+    def name_killed(self, process: subprocess.Popen) -> None:
+        """Print which rank a signal has ended, if it was the first to fail, not Ctrl-C, and no
+        guard says so: the rank itself could not."""
+        code = process.returncode
+        others_failed = any(has_failed(other) for other in self.codes)
+        by_hand = code == -signal.SIGINT or self.ending is not None
+        if code >= 0 or not has_failed(code) or others_failed or by_hand or self.guarded:
+            return
+        hint = " (out of memory?)" if code == -signal.SIGKILL else ""
+        print(f"error: rank {self.numbers[process.pid]} of this run was ended by "
+              f"{signal.Signals(-code).name}{hint}", file=sys.stderr)
 
 
 def has_failed(code: int) -> bool:

@@ -81,6 +81,17 @@ def test_a_run_that_was_taken_over_while_it_stood_still_writes_nothing_more(tmp_
     assert lock.path.read_text() == other and [p.name for p in tmp_path.iterdir()] == ["lock.json"]
 
 
+@pytest.mark.parametrize("text", ["[" * 100000, "[1]", "3", "null", "{"])
+def test_a_lock_that_was_damaged_is_renewed_by_its_holder(text, tmp_path, monkeypatch):
+    monkeypatch.setattr(RunLock, "every", 0.01)
+    lock = RunLock(tmp_path)
+    lock.path.write_text(text)
+    while lock.thread.is_alive() and '"pid"' not in lock.path.read_text():
+        time.sleep(0.01)
+    lock.release()
+    assert not lock.lost and not list(tmp_path.iterdir())
+
+
 LOCK = {"host": "elsewhere", "pid": 5, "start": 5, "beat": 1.0}
 NO_LOCKS = [json.dumps({**LOCK, key: value}) for key, values in {
     "host": [None, [], 3], "pid": [None, "5", -1, 0, True, 10**18, 1.5],

@@ -7,7 +7,8 @@ import subprocess
 import pytest
 import torch
 
-from launchers import ROOT, Running, clean_environment, command, run_ranks, start_ranks
+from launchers import (ROOT, Running, await_that, clean_environment, command, run_ranks,
+                       slow, start_ranks)
 from training import launch
 
 # Hands over; then each rank writes what it is, and ends as --end says. Only the first one imports
@@ -65,7 +66,39 @@ def test_ranks_started_here_end_with_their_own_code_and_word(tmp_path, end, code
     assert result.returncode == code and result.leftover == [], result.text
     first, *others = result.stderr.splitlines()
     assert first.startswith("starting 2 rank(s) here"), result.text
-    assert others == ["the last word"] * 2 * (code == 75), result.text
+    expected = ["the last word"] * 2 * (code == 75)
+    if end == "killed":   # it has no guard
+        expected = ["error: rank 1 of this run was ended by SIGKILL (out of memory?)"]
+    assert others == expected, result.text
+
+
+# Stands before torch, and waits for Ctrl-C, in a rank of a launcher or where there is none.
+SLOW_IMPORT = """
+import os, sys, time
+if "DDP_RANK" in os.environ or "--nproc_per_node" not in sys.argv:
+    open(f"imports{os.environ.get('DDP_RANK', 0)}", "w").close()
+    while True:
+        time.sleep(0.01)
+sys.path.remove(os.path.dirname(__file__))
+del sys.modules["torch"]
+import torch
+"""
+
+
+@pytest.mark.parametrize("script, ranks", [
+    ("train_sedd_ddp.py", 1), ("sample_proteinmpnn.py", 1), slow("train_sedd_ddp.py", 2)])
+def test_ctrl_c_while_a_script_imports_torch_gives_one_line_and_code_130(script, ranks, tmp_path):
+    (tmp_path / "torch.py").write_text(SLOW_IMPORT)
+    words = [ROOT / script, "--config", ROOT / "configs" / "sedd_demo.yaml"]
+    if ranks > 1:
+        words += ["--nproc_per_node", ranks]
+    with start_ranks("python", 1, words, tmp_path, env={"PYTHONPATH": tmp_path}) as running:
+        for rank in range(ranks):
+            await_that((tmp_path / f"imports{rank}").exists, 300, running.stderr)
+        running.process.send_signal(signal.SIGINT)
+        result = running.wait(timeout=300)
+    lines = [line for line in result.stderr.splitlines() if not line.startswith("starting ")]
+    assert (result.returncode, lines) == (130, ["interrupted (Ctrl-C)"]), result.text
 
 
 def test_ctrl_c_reaches_the_ranks_of_a_launcher_that_a_script_started_in_the_background(tmp_path):
