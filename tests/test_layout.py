@@ -182,7 +182,7 @@ def test_no_file_names_a_folder_of_somebodys_machine():
     folders = ["jobs", "configs", "docs", "tests", ".ci", *FOLDERS]
     files = [*ROOT.glob("*"), *(path for name in folders for path in ROOT.glob(f"{name}/**/*"))]
     texts = [path for path in files
-             if path.is_file() and path.suffix not in (".pt", ".gz", ".png")
+             if path.is_file() and path.suffix not in (".pt", ".gz", ".png", ".pyc")
              and path.name != ".git"]        # a file in a worktree
     found = [f"{path.relative_to(ROOT)}:{number}: {line.strip()}" for path in texts
              for number, line in enumerate(path.read_text().splitlines(), 1)
