@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from mpnn.batches import collate_complexes
-from mpnn.model import Encoding, ProteinMPNN, decoded_before, decoding_order, step_of_residue
+from mpnn.model import (Encoding, ProteinMPNN, SharedContext, decoded_before, decoding_order,
+                        step_of_residue)
 from mpnn.structures import Complex
 from sedd.sequences import keyed_generator
 
@@ -168,13 +169,18 @@ def joint_log_prob(  # noqa: PLR0913  (what the number depends on)
     """ln p (n,) float64 of letters at the rows `last`, which are decoded last, in this order.
 
     letters: n dicts {row: letter}, whose keys are `last`."""
-    is_last = torch.isin(order[0], torch.tensor(last, device=order.device))
-    order = torch.cat([order[0, ~is_last], order.new_tensor(last)])
+    is_last = torch.zeros_like(order[0], dtype=torch.bool)
+    is_last[list(last)] = True
+    others = order[0, ~is_last[order[0]]]
+    order = torch.cat([others, order.new_tensor(last)])
     S = S.repeat(len(letters), 1)
     for k, of_row in enumerate(letters):
         for row, letter in of_row.items():
             S[k, row] = letter
-    log_p = model.decode(encoding, S, order.expand(len(S), -1))[:, list(last)]
+    # All have the same context, so the decoder runs on it once.
+    shared = SharedContext(designed=is_last.expand(len(S), -1),
+                           context_row=order.new_zeros(len(S)), sequence=order.new_zeros(1))
+    log_p = model.decode(encoding, S, order.expand(len(S), -1), shared=shared)[:, list(last)]
     of_letters = log_p.gather(-1, S[:, list(last), None])[..., 0]
     return of_letters.double().sum(1).cpu().numpy()
 
