@@ -3,7 +3,8 @@ import numpy as np
 import pytest
 import torch
 
-from mpnn.batches import collate_complexes, make_batch, plan_epoch, shared_context
+from mpnn.batches import (collate_complexes, make_batch, orders_of, plan_epoch,
+                          shared_context)
 from mpnn.pairs import Pair
 from mpnn.structures import Complex, read_structure
 from mpnn_cases import keys, made
@@ -65,6 +66,12 @@ def test_pairs_of_a_structure_stay_together_in_a_plan():
     assert encoded <= len(keys(MIXED)) + len(pieces)
 
 
+def test_short_and_long_structures_come_in_random_order():
+    longest = [max(len(MIXED[i].complex) for piece in step for i in piece)
+               for step in plan_epoch(MIXED, 0, 0, 4, 4)]
+    assert longest not in (sorted(longest), sorted(longest, reverse=True))
+
+
 def few_and_all_designed():
     """Four pairs on one structure of 40 rows: two with row 5 designed, one with rows 5 and 20, one
     with all."""
@@ -85,6 +92,24 @@ def test_sequences_of_one_context_share_it(share_order, contexts):
     assert len(batch["sequence"]) == contexts
     chosen, rejected = batch["sequence_rows"][:, 0].T
     assert torch.equal(batch["context_row"][chosen], batch["context_row"][rejected])
+
+
+def test_equal_letters_on_another_structure_are_another_context():
+    few = []
+    for number in range(2):
+        native, *_ = made(40, 1, number)    # all letters are equal
+        designed = np.arange(40) == 5
+        few.append(Pair(native.complex, native.complex.S, (native.complex.S + designed), designed))
+    batch = make_batch(few, [0, 1], Loss(order="arange"), 0, 0)
+    assert len(batch["sequence"]) == 2
+
+
+def test_only_pairs_with_the_same_designed_positions_share_orders():
+    pairs = few_and_all_designed()
+    first, second, other = [orders_of(pair, Loss(share_order=True), 0, 0)[0].tolist()
+                            for pair in pairs[:3]]
+    assert first == second
+    assert [i for i in first if i not in (5, 20)] != [i for i in other if i not in (5, 20)]
 
 
 def test_sequences_of_a_context_have_its_letters_outside_of_their_designed_residues():

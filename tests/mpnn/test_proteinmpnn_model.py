@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from mpnn.fast_cpu import speed_up
-from mpnn.model import (ALPHABET, BlockLinear, ProteinMPNN, SharedContext, decoding_order,
-                        from_checkpoint, load_proteinmpnn, random_proteinmpnn, to_checkpoint)
+from mpnn.model import (ALPHABET, BlockLinear, ProteinMPNN, Pssm, SharedContext, decoding_order,
+                        from_checkpoint, letter_log_probs, load_proteinmpnn, random_proteinmpnn,
+                        to_checkpoint)
 from training import fast_linear
 
 X_LETTER = 20
@@ -508,3 +509,11 @@ def test_every_large_layer_of_a_model_that_was_sped_up_may_take_onednn():
 def test_a_checkpoint_that_holds_no_weights_for_it_says_what_it_is(name, advice):
     with pytest.raises(ValueError, match=advice):
         from_checkpoint({"model": {name: torch.zeros(1)}}, name="runs/x/checkpoints/last.pt")
+
+
+def test_no_pssm_brings_back_a_letter_that_is_omitted():
+    scores = torch.tensor([[0.0, -math.inf, 1.0]])
+    even = torch.full((1, 3), 1 / 3)
+    log_p = letter_log_probs(scores, 1.0, Pssm(torch.tensor([[0.5]]), even, torch.ones(1, 3)))
+    assert log_p[0, 1] == -math.inf
+    assert float(log_p.exp().sum()) == pytest.approx(1)

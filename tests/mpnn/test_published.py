@@ -8,7 +8,7 @@ import torch
 import sample_proteinmpnn
 from mpnn.batches import collate_complexes
 from mpnn.model import load_proteinmpnn, to_checkpoint
-from mpnn.published import INSTALL, find_weights, in_folder, in_package
+from mpnn.published import INSTALL, find_weights, in_folder, in_package, is_published
 from mpnn.reference import path_of_base
 from mpnn.structures import Complex, read_structure
 from train_dpo_ddp import Model
@@ -96,6 +96,16 @@ def test_weights_of_ones_own_are_looked_for_in_their_folder_alone(installed, tmp
     make_files(tmp_path, ["run/best_model.pt"])
     assert in_folder("best_model", tmp_path / "run") == tmp_path / "run" / "best_model.pt"
     assert in_package("best_model", tmp_path / "run") is None
+
+
+def test_a_folder_of_another_name_has_no_sisters(tmp_path):
+    make_files(tmp_path, ["run/best_model.pt", VANILLA])
+    assert in_folder("v_48_020", tmp_path / "run") is None
+
+
+def test_no_weights_for_ca_alone_were_published_with_the_most_noise():
+    assert is_published("v_48_030")
+    assert not is_published("ca/v_48_030")
 
 
 def test_a_package_whose_files_are_gone_is_none(installed):
