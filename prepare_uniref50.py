@@ -79,10 +79,11 @@ def main(argv=None):
         print("interrupted; the same command starts the unfinished part again", file=sys.stderr)
         return 130
     except (ValueError, RuntimeError, OSError) as error:
-        is_full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
-        advice = (f"; disk or quota of {args.folder} is full. Make room and run the same command "
-                  "again")
-        print(f"error: {error}{advice if is_full else ''}", file=sys.stderr)
+        advice = ""
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+            advice = (f"; disk or quota of {args.folder} is full. Make room and run the same "
+                      "command again")
+        print(f"error: {error}{advice}", file=sys.stderr)
         return 2
 
 
@@ -133,7 +134,7 @@ def prepare(folder, url, fasta, max_sequences, val_fraction, min_length, seed):
     with working_folder(folder) as partial:
         if is_finished(folder, settings):
             print(f"{folder} is finished already, with these settings; nothing to do.")
-            shutil.rmtree(partial)
+            remove_partial(partial)
             return
         remove_work(partial)                                    # what an interrupted run left
         if not fasta:
@@ -154,7 +155,7 @@ def prepare(folder, url, fasta, max_sequences, val_fraction, min_length, seed):
         meta = {"format": FORMAT, "version": VERSION, "release": release, "letters": LETTERS,
                 **settings, "report": dataclasses.asdict(report), "sets": sets}
         publish(partial / "result", meta, folder)
-        shutil.rmtree(partial)
+        remove_partial(partial)
     print_summary(folder, meta, report)
 
 
@@ -396,7 +397,9 @@ def working_folder(folder):
     """FOLDER.partial, locked for one process; removed at the end if it holds only the lock."""
     partial = folder.with_name(folder.name + ".partial")
     partial.mkdir(parents=True, exist_ok=True)
-    with open(partial / "lock", "w") as lock:
+    # A link is not followed: it would make, or lock, a file somewhere else.
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+    with open(os.open(partial / "lock", flags, 0o666), "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -410,6 +413,15 @@ def working_folder(folder):
         finally:
             if partial.exists() and os.listdir(partial) == ["lock"]:
                 shutil.rmtree(partial)
+
+
+def remove_partial(partial):
+    """Remove what this script wrote into the folder, and the folder if nothing else is in it."""
+    remove_work(partial)
+    shutil.rmtree(partial / "download", ignore_errors=True)
+    (partial / "lock").unlink(missing_ok=True)
+    if not os.listdir(partial):
+        partial.rmdir()
 
 
 def remove_work(partial):

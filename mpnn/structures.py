@@ -239,7 +239,9 @@ def _check_numbers(line):
     try:
         int(line[22:26])
         for start in (30, 38, 46):
-            if abs(float(line[start:start + 8])) > MAX_ANGSTROM or b"_" in line[start:start + 8]:
+            text = line[start:start + 8]
+            is_coordinate = abs(float(text)) <= MAX_ANGSTROM        # False for nan too
+            if not is_coordinate or b"_" in text:
                 raise ValueError("no coordinate")
     except ValueError:
         raise ValueError(f"found {line.decode('latin-1')[:54]!r}; expected a residue number in "

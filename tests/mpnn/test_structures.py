@@ -82,7 +82,7 @@ ONE_CIF = Atoms().add("A", 1, "ALA").mmcif()
     ("s.pdb", b"\1\2", "no ATOM"), ("s.pdb", "\0" + ONE, "zero byte"), ("s.txt", ONE, ".mmcif"),
     ("s.pdb", ONE.replace("   0.125", "  0.12.5"), "columns 31 to 54"),
     *(("s.pdb", ONE.replace("   0.125", x), "columns 31 to 54")
-      for x in ("     inf", "9.9e+300", "   0_1.2")),
+      for x in ("     inf", "     nan", "9.9e+300", "   0_1.2")),
     ("s.pdb", ONE.replace("A   1 ", "A   x "), "columns 23 to 26"),
     ("s.pdb", "".join(Atoms().add("A", i, "ALA").pdb() for i in (1, 1)), "residue A 1 comes twice"),
     ("s.pdb.gz", gzip.compress(ONE.encode(), mtime=0)[:-9], "end-of-stream"),

@@ -168,6 +168,33 @@ def test_a_bad_file_is_refused_by_name_and_leaves_no_folder(
     assert not out.exists() and not (tmp_path / "out.partial").exists()
 
 
+@pytest.mark.parametrize("words", [
+    [], ["out", "--seed", "x"], ["out", "--fasta", "a.fasta", "--url", "http://localhost/a"]])
+def test_a_wrong_command_line_is_one_sentence_and_code_2(words, capsys):
+    try:
+        code = prepare_uniref50.main(words)
+    except SystemExit as exit:
+        code = exit.code
+    assert code == 2 and "error: " in capsys.readouterr().err
+
+
+def test_a_file_of_somebody_else_in_the_working_folder_stays(tmp_path, out, file):
+    (tmp_path / "out.partial").mkdir()
+    thesis = tmp_path / "out.partial" / "thesis.txt"
+    thesis.write_text("three years")
+    assert prepare(out, file) == 0
+    assert os.listdir(thesis.parent) == ["thesis.txt"] and thesis.read_text() == "three years"
+
+
+def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path, out, file, capsys):
+    other = tmp_path / "other"
+    other.write_text("kept")
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "lock").symlink_to(other)
+    assert "lock" in refusal(capsys, out, file)
+    assert other.read_text() == "kept"
+
+
 def test_settings_that_cannot_be_or_leave_a_set_empty_are_refused(out, file, capsys):
     for key, value, says in (
             ("val_fraction", "nan", "expected"), ("max_sequences", 0, "expected"),
