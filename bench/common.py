@@ -190,5 +190,5 @@ def write_prepared(folder, n):
         length_histogram=np.stack([lengths, histogram[lengths]], 1).tolist(),
         letter_counts=letters.tolist())
     (folder / "meta.json").write_text(json.dumps({
-        "format": FORMAT, "version": VERSION, "release": "made", "source": [],
+        "format": FORMAT, "version": VERSION, "letters": LETTERS, "release": "made", "source": [],
         "val_fraction": 0.0, "min_length": 1, "sets": sets}))

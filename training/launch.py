@@ -122,6 +122,9 @@ def run_ranks(command: list[str], per_node: int, n_nodes: int = 1, node_rank: in
         rank_0: None: all ranks are on this node, and a free port is found."""
     environment = {name: value for name, value in os.environ.items() if name not in OTHER_PLACES}
     environment.setdefault("OMP_NUM_THREADS", "1")   # as torchrun does
+    if per_node > 1:    # they would bind the first thread of every rank to the first core
+        environment.pop("OMP_PROC_BIND", None)
+        environment.pop("OMP_PLACES", None)
     environment["DDP_WORLD_SIZE"] = str(n_nodes * per_node)
     environment["DDP_LOCAL_WORLD_SIZE"] = str(per_node)
     with contextlib.ExitStack() as stack:

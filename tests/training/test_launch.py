@@ -185,7 +185,8 @@ add_launch_arguments(parser)
 with started_ranks(parser.parse_args(), sys.argv[1:]) as ddp:
     loader = torch.utils.data.DataLoader(
         Cores(), num_workers=1, worker_init_fn=functools.partial(worker_init, cores=cores_given()))
-    print("guard", len(os.sched_getaffinity(os.getppid())), "worker", int(next(iter(loader))))
+    print("guard", len(os.sched_getaffinity(os.getppid())), "rank", len(os.sched_getaffinity(0)),
+          "worker", int(next(iter(loader))))
 """
 
 
@@ -196,4 +197,4 @@ def test_threads_bound_to_cores_do_not_put_all_ranks_and_workers_on_one(tmp_path
     result = run_ranks("python", 1, ["s.py", "--nproc_per_node", "2", "--device", "cpu"], tmp_path,
                        env={"OMP_PROC_BIND": "close", "OMP_PLACES": "cores"}, timeout=300)
     cores = len(os.sched_getaffinity(0))
-    assert result.stdout.count(f"guard {cores} worker {cores}") == 2, result.text
+    assert result.stdout.count(f"guard {cores} rank {cores} worker {cores}") == 2, result.text
