@@ -1155,9 +1155,23 @@ def _join(ddp, env, init_timeout, error):
     local_world_size = ddp.local_world_size or hosts.count(ddp.host)
     _set_environment(ddp, meeting.address, local_world_size)
     control = _make_groups(ddp, env, init_timeout)
+    notes = [*ddp.notes, f"rank 0 at {meeting.address}, found {source}"]
+    if hasattr(os, "sched_getaffinity"):
+        notes += _notes_on_binding(env, local_world_size, os.sched_getaffinity(0), cores_given())
     return replace(ddp, local_world_size=local_world_size, control=control,
-                   node_rank=list(dict.fromkeys(hosts)).index(ddp.host),
-                   notes=(*ddp.notes, f"rank 0 at {meeting.address}, found {source}"))
+                   node_rank=list(dict.fromkeys(hosts)).index(ddp.host), notes=tuple(notes))
+
+
+def _notes_on_binding(env, ranks_here, own, given):
+    """A note if OpenMP has bound this process to the first of the cores that all ranks here share.
+
+    own, given: sets of cores, of this process now and at its start; given may be None."""
+    names = [name for name in ("OMP_PROC_BIND", "OMP_PLACES") if env.get(name)]
+    launcher_bound_none = given is not None and len(given) == os.cpu_count()
+    if ranks_here == 1 or not names or not launcher_bound_none or own == given:
+        return []
+    return [f"ATTENTION: {' and '.join(names)} bind all {ranks_here} ranks of this host to core "
+            f"{min(own)}: unset, or have the launcher give each rank cores of its own"]
 
 
 def _set_environment(ddp, address, local_world_size):

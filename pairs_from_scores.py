@@ -52,7 +52,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mpnn.mutation_pairs import KINDS, Rules, mutated, pair_mutations
-from mpnn.mutations import place_all, read_mutations
+from mpnn.mutations import describe_skipped, place_all, read_mutations
 from mpnn.pairs import LEAST_WEIGHT
 from mpnn.settings import name_of, structure_files
 from mpnn.tables import (MAX_LISTED, check_cells, read_rows, read_table_text, refuse_lines,
@@ -287,7 +287,8 @@ def pairs_of_mutations(args):
         raise ValueError(f"{args.table} has no column pdb_file; expected the structure of each "
                          "mutation there.")
     proteins, skipped = place_all(table, see_all=False)
-    say_skipped(args.table, skipped, len(table.variants))
+    if skipped:
+        print(describe_skipped(table, skipped), file=sys.stderr)
     rules = Rules(margin=args.margin, lower_is_better=args.lower_is_better)
     for name in FOR_MUTATIONS:
         if getattr(args, name) is not None:
@@ -321,15 +322,6 @@ def entry_of_mutations(S, pair):
     worse = mutated(S, pair.worse)
     differ = [row for row, (one, other) in enumerate(zip(better, worse)) if one != other]
     return {"preferred_seq": better, "unpreferred_seq": worse, "mutable_positions": differ}
-
-
-def say_skipped(path, skipped, n):
-    """Print which variants are left out."""
-    if skipped:
-        print(f"{path}: {len(skipped):,} of {n:,} variants do not fit their structure and are left "
-              "out:", *skipped[:MAX_LISTED], sep="\n  ", file=sys.stderr)
-    if len(skipped) > MAX_LISTED:
-        print(f"  and {len(skipped) - MAX_LISTED:,} more", file=sys.stderr)
 
 
 def make_entries(found, args):

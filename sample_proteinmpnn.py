@@ -107,7 +107,7 @@ import torch
 from mpnn.batches import collate_complexes
 from mpnn.fast_cpu import speed_up
 from mpnn.model import MAX_TEMPERATURE, decoding_order, gumbel_noise, load_proteinmpnn
-from mpnn.mutations import place_all, read_mutations
+from mpnn.mutations import describe_skipped, place_all, read_mutations
 from mpnn.published import find_weights
 from mpnn.settings import (PER_STRUCTURE, Design, letter_bias, name_of, read_json,
                            structure_files)
@@ -759,11 +759,7 @@ def read_variants(args, ca_only):
     if args.measured:
         check_measured(proteins, args.measured)
     if skipped:
-        print(f"{args.mutations}: {len(skipped):,} of {len(table.variants):,} variants do not fit "
-              "their structure and are left out:", *skipped[:MAX_LISTED], sep="\n  ",
-              file=sys.stderr)
-    if len(skipped) > MAX_LISTED:
-        print(f"  and {len(skipped) - MAX_LISTED:,} more", file=sys.stderr)
+        print(describe_skipped(table, skipped), file=sys.stderr)
     for protein in proteins[:MAX_LISTED]:
         complex = protein.complex
         print(f"{protein.name}: chain {protein.chain}, {complex.n_designed} rows; context chains "

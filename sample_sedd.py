@@ -30,7 +30,6 @@ import itertools
 import math
 import os
 import re
-import shutil
 import sys
 import tempfile
 import textwrap
@@ -45,6 +44,7 @@ from ddp_setup import BAD_INPUT, Ddp, abort, all_sum, autocast, barrier, print0,
 from sedd.report import report, sequences_of
 from training.config import Parser
 from training.files import write_text_atomic, writing
+from training.log import progress_bar
 from training.command_line import add_launch_arguments
 from training.launch import start_ranks_if_asked
 from sedd.diffusion import sample
@@ -587,7 +587,7 @@ def draw_file(sedd, args, how, write):
     if longest > sedd.max_length:
         print0(ddp, f"ATTENTION: {longest} residues are asked for; the model was trained on at "
                     f"most {sedd.max_length}.", file=sys.stderr)
-    with progress_bar(ddp, "steps") as bar:
+    with progress_bar(ddp.is_main, unit=" steps") as bar:
         def advance(total):
             bar.total = total
             bar.update()
@@ -618,22 +618,12 @@ def read_templates(path, number):
     return names, [text for _, text in named for _ in range(number)]
 
 
-@contextlib.contextmanager
-def progress_bar(ddp, unit):
-    """A progress bar on standard error, if that is a terminal, on rank 0."""
-    from tqdm import tqdm
-    columns, lines = shutil.get_terminal_size()   # 80 x 24 if the terminal says 0 x 0
-    with tqdm(unit=f" {unit}", disable=not (ddp.is_main and sys.stderr.isatty()), leave=False,
-              file=sys.stderr, ncols=columns, nrows=lines) as bar:
-        yield bar
-
-
 def score_file(sedd, args, how, write):
     """Write a table of bounds. Afterwards print their total to standard error."""
     totals = np.zeros(4)   # residues, bound, variance, unigram
     write("name\tlength\tnats\tnats_per_residue\tstandard_error\tunigram_nats\n")
     named = named_sequences(args.score)
-    with progress_bar(how["ddp"], "sequences") as bar:
+    with progress_bar(how["ddp"].is_main, unit=" sequences") as bar:
         while block := list(itertools.islice(named, BLOCK)):
             texts = [checked_letters(name, text, sedd, args) for name, text in block]
             scores = score_sequences(sedd, texts, args.samples, args.window, **how)

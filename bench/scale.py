@@ -380,6 +380,16 @@ def measure_here(args, config):
                 args.json = f"{args.json}.{os.getpid()}"
                 print(f"ATTENTION: {error}. So this launch is in {args.json}", file=sys.stderr)
             write_text_atomic(args.json, json.dumps({"launches": args.launches}, indent=1))
+        if ddp.is_main and not args.measure:
+            write_report(args)
+        barrier(ddp)    # after the end of the ranks their guards give little time
+
+
+def write_report(args):
+    """Print the report of args.launches, and add it to the file of --json."""
+    found = report(args.launches, args)
+    if args.json:
+        write_text_atomic(args.json, json.dumps(found, indent=1))
 
 
 def start_ranks(args, argv):
@@ -411,10 +421,8 @@ def main(argv):
         elif not args.launches:
             found = f"; found no launch in {args.json}" if args.json else ""
             raise ValueError("expected --ranks, such as 1,2,4, or --json with results" + found)
-        if place.rank == 0 and not args.measure:
-            found = report(args.launches, args)
-            if args.json:
-                write_text_atomic(args.json, json.dumps(found, indent=1))
+        if place.launcher == "plain process":
+            write_report(args)
     except (ValueError, OSError) as error:
         if place.rank == 0:
             print(f"python -m bench scale: error: {error}", file=sys.stderr)

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mpnn.structures import Chain, Complex, Structure, read_structure
-from mpnn.tables import check_cells, read_rows, read_table_text, refuse_lines, table_columns
+from mpnn.tables import (MAX_LISTED, check_cells, read_rows, read_table_text, refuse_lines,
+                         table_columns)
 from sedd.sequences import AMINO_ACIDS, LETTERS
 
 OPTIONAL = ("pdb_file", "chain", "context")
@@ -140,6 +141,17 @@ def place_all(table: MutationTable, structure: str | Path | None = None, chain: 
     if not proteins:
         raise ValueError(f"{table.path}: no variant fits its structure. Found {skipped[0]}.")
     return proteins, skipped
+
+
+def describe_skipped(table: MutationTable, skipped: list[str]) -> str:
+    """A text on the variants that place_all has left out; "" if there are none."""
+    if not skipped:
+        return ""
+    lines = [f"{table.path}: {len(skipped):,} of {len(table.variants):,} variants do not fit their "
+             "structure and are left out:", *skipped[:MAX_LISTED]]
+    if len(skipped) > MAX_LISTED:
+        lines.append(f"and {len(skipped) - MAX_LISTED:,} more")
+    return "\n  ".join(lines)
 
 
 def find_residues(mutations: tuple[Mutation, ...], chain: Chain) -> list[tuple[int, int]]:

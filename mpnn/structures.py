@@ -474,10 +474,19 @@ def _make_chain(name, places, ca_only):
             if found:
                 X[row, k] = found[0]
     known = np.isfinite(X)
-    if known.any() and np.abs(X[known]).max() > MAX_ANGSTROM:
-        raise ValueError(f"chain {name} has a coordinate of {np.abs(X[known]).max():g}; expected "
-                         f"Angstrom, at most {MAX_ANGSTROM:,}")
     labels = tuple(f"{number}{code}" if (number, code) in places else None
                    for number, code in rows)
     needed = known[:, [CA]] if ca_only else known
-    return Chain(S, np.where(known, X, np.float32(0)), needed.all((1, 2)), labels)
+    resolved = needed.all((1, 2))
+    _check_coordinates(name, X[known], X[resolved, CA])
+    return Chain(S, np.where(known, X, np.float32(0)), resolved, labels)
+
+
+def _check_coordinates(name, numbers, centres):
+    """ValueError for coordinates of a chain that cannot be. centres: (n, 3) of its CA atoms."""
+    if len(numbers) and np.abs(numbers).max() > MAX_ANGSTROM:
+        raise ValueError(f"chain {name} has a coordinate of {np.abs(numbers).max():g}; expected "
+                         f"Angstrom, at most {MAX_ANGSTROM:,}")
+    if len(centres) > 1 and (centres == centres[0]).all():
+        raise ValueError(f"chain {name} has all its {len(centres)} residues at one place; expected "
+                         "their coordinates")

@@ -10,13 +10,10 @@ Writes nothing but the progress bar, to standard error, if that is a terminal.
 import csv
 import io
 import math
-import shutil
-import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
-from tqdm import tqdm
 
 from mpnn.correlation import FEWEST, Report, correlate
 from mpnn.model import ProteinMPNN
@@ -24,6 +21,7 @@ from mpnn.mutations import Mutation, Protein, Variant
 from mpnn.settings import Design
 from mpnn.variants import score_alone, score_variants, work_of
 from sedd.sequences import AMINO_ACIDS, LETTERS
+from training.log import progress_bar
 
 SCORE = "score"         # the column that is added to a table
 PATIENCE = 10.0         # seconds of silence, after which there is a progress bar
@@ -46,9 +44,7 @@ def score_proteins(model: ProteinMPNN, proteins: list[Protein], scoring: Scoring
         correction: model whose score of the residue alone is subtracted, or None.
     """
     total = sum(work_of(protein.changes, scoring.n_orders) for protein in proteins)
-    columns, lines = shutil.get_terminal_size()     # 80 x 24 if the terminal says 0 x 0
-    with tqdm(total=total, unit=" residues", delay=PATIENCE, disable=not sys.stderr.isatty(),
-              leave=False, file=sys.stderr, ncols=columns, nrows=lines) as bar:
+    with progress_bar(True, total=total, unit=" residues", delay=PATIENCE) as bar:
         for protein in proteins:
             found = score_variants(model, protein.complex, protein.changes, *scoring,
                                    done=bar.update)

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -171,3 +172,12 @@ def two_hosts(shared):
         launchers.HOST_SHELL = shared / "cluster" / "nsrsh.sh"
         yield cable
         launchers.HOST_SHELL = None
+
+
+@pytest.fixture
+def packed(tmp_path):
+    """A file of the form of torch.save of 10,000 bytes, packed into a few."""
+    path = tmp_path / "packed.pt"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("data.pkl", bytes(10_000))
+    return path

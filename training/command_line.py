@@ -131,7 +131,7 @@ def exit_before_start(command, error):
 @contextlib.contextmanager
 def preparing(command, ddp):
     """In this block an error in arguments or data, a ValueError or OSError, ends all ranks with one
-    line. It raises what was wrong with the command line."""
+    line; so does a lack of memory. It raises what was wrong with the command line."""
     former = read_status(command.work_dir)
     watched = None
     if ddp.is_main and replace_status(command.work_dir, None, "starting"):
@@ -150,7 +150,11 @@ def preparing(command, ddp):
         # This watch is for loading; take_folder begins the one for the steps.
         watch_run(ddp, watched, minutes, signals)
         yield
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
+            raise
+        if isinstance(error, (MemoryError, RuntimeError)):   # torch's is a RuntimeError
+            error = OSError(f"there is not enough memory for this model or data ({error})")
         watch_run(ddp, None, minutes=0, signals=())
         if ddp.is_main:
             replace_status(command.work_dir, BAD_INPUT, str(error), former=former)

@@ -46,6 +46,8 @@ from training.files import read_text
 
 MOST_YAML_BYTES = 1 << 20    # of a config; ours have 2 KB
 MOST_LISTED = 20             # problems of a config
+MOST_STEPS = 10**12          # of a run: a thousand a second for 30 years
+MOST_WORKERS = 256           # processes of a rank that prepare batches
 # Values in messages: a file of a few bytes of YAML can hold a value that prints without end.
 SHORT = reprlib.Repr()
 SHORT.maxstring = 200
@@ -319,6 +321,13 @@ def check_common(config) -> list[str]:  # noqa: C901  (one `if` per key, nothing
                         "1")
     if not optim.eps > 0:
         problems.append(f"optim.eps is {optim.eps}; expected more than 0")
+    for name in ("n_iters", "num_epochs"):
+        number = getattr(training, name, None)   # each script defines them
+        if number is not None and number > MOST_STEPS:
+            problems.append(f"training.{name} is {number}; expected at most {MOST_STEPS}")
+    if training.num_workers > MOST_WORKERS:
+        problems.append(f"training.num_workers is {training.num_workers}; expected at most "
+                        f"{MOST_WORKERS} per rank")
     if not set(training.stop_signals) <= set(STOP_SIGNALS):
         problems.append(f"training.stop_signals is {list(training.stop_signals)}; expected some of "
                         f"{', '.join(STOP_SIGNALS)}")

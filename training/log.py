@@ -23,11 +23,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ddp_setup import Ddp
-from training.config import config_to_dict
+from training.config import MOST_STEPS, config_to_dict
 from training.files import write_text_atomic, writing
 from training.trackers import TensorBoard, Wandb
 
-MOST_STEPS = 10**12     # a thousand a second for 30 years
 BAR_SECONDS = 2         # work that is done sooner needs no bar
 LINE_SECONDS = 30       # between two lines of a log file that say how far some work is
 
@@ -151,10 +150,8 @@ class RunLog:
             print_line(line)
 
     def _open_bar(self, step):
-        from tqdm import tqdm
-        columns, lines = shutil.get_terminal_size()    # 80 x 24 if the size is unknown
-        self.bar = tqdm(total=self.total_steps, initial=step, file=sys.stderr, leave=False,
-                        ncols=columns, nrows=lines, bar_format="{desc}  |{bar}|")
+        self.bar = progress_bar(True, total=self.total_steps, initial=step,
+                                bar_format="{desc}  |{bar}|")
 
     def say(self, text):
         """Print a line on stdout without breaking the bar."""
@@ -190,6 +187,16 @@ def open_log(run, ddp) -> RunLog:
     return log
 
 
+def progress_bar(is_main: bool, **options):
+    """A tqdm bar on stderr, which goes when it ends; none without a terminal or on other ranks.
+
+    options: of tqdm, such as total, unit, desc and delay (seconds before it is shown)."""
+    from tqdm import tqdm
+    columns, lines = shutil.get_terminal_size()    # 80 x 24 if the size is unknown
+    return tqdm(file=sys.stderr, disable=not (is_main and sys.stderr.isatty()), leave=False,
+                ncols=columns, nrows=lines, **options)
+
+
 def show_progress(items: Sequence, ddp: Ddp, text: str) -> Iterator:
     """Yield the items, and show on rank 0 how many are done, once this takes some seconds.
 
@@ -198,10 +205,8 @@ def show_progress(items: Sequence, ddp: Ddp, text: str) -> Iterator:
     if not ddp.is_main:
         yield from items
     elif sys.stderr.isatty():
-        from tqdm import tqdm
-        columns, lines = shutil.get_terminal_size()
-        yield from tqdm(items, text, file=sys.stderr, leave=False, delay=BAR_SECONDS,
-                        ncols=columns, nrows=lines, bar_format="{desc} {percentage:3.0f} % |{bar}|")
+        yield from progress_bar(True, iterable=items, desc=text, delay=BAR_SECONDS,
+                                bar_format="{desc} {percentage:3.0f} % |{bar}|")
     else:
         shown = time.monotonic()
         for done, item in enumerate(items):

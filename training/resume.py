@@ -18,11 +18,11 @@ from typing import NamedTuple
 import torch
 
 from ddp_setup import broadcast, load_checkpoint, print0, save_checkpoint
-from training.config import (config_differences, config_items, config_to_dict, load_config,
-                             other_script)
+from training.config import (MOST_STEPS, config_differences, config_items, config_to_dict,
+                             load_config, other_script)
 from training.files import write_whole
 from training.folder import MARKS, RunLock, check_lock, names_in, refuse_unwritable
-from training.log import MOST_STEPS, is_step, rows_up_to
+from training.log import is_step, rows_up_to
 from training.loop import ADVICE, Diverged, check_alike, is_finished
 from training.watch import note_saved
 

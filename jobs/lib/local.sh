@@ -27,8 +27,11 @@ read_words() {   # read_words WORD...: sets `words`: those of ARGS and these, wi
   local arguments word path previous=''
   read -r -d '' -a arguments <<< "$ARGS" || :    # also if it has several lines
   set -- ${arguments[@]+"${arguments[@]}"} "$@"
-  # Once all is installed, the training script itself says more.
-  if ! env_runs; then check_words "$@"; fi
+  case ${1:---} in
+    --* | *=* | -h) ;;
+    *) fail "'$1' is neither an option nor section.key=value. The number of ranks comes first:
+  bash $0 2 --data my.fasta" ;;
+  esac
   words=()
   for word in "$@"; do
     case $word,$previous in
@@ -45,37 +48,3 @@ read_words() {   # read_words WORD...: sets `words`: those of ARGS and these, wi
   done
 }
 
-check_words() {   # check_words WORD...: refuse what SCRIPT would refuse, once all is installed
-  # Only if it is one of ours, whose options are known.
-  local word name takes=none
-  if ! grep -q '^from training.command_line import' "$SCRIPT"; then
-    return
-  fi
-  for word in "$@"; do
-    case $word in
-      -h | --help) takes=none ;;
-      --*)
-        name=${word#--}
-        name=${name%%=*}
-        if ! has_option "$name"; then
-          fail "$SCRIPT has no option --$name. 'bash $0 1 --help' lists them."
-        fi
-        case $word in
-          *=* | --fresh | --no_cuda) takes=none ;;
-          --mutable_*) takes=several ;;
-          *) takes=one ;;
-        esac ;;
-      *=*) if [ "$takes" = one ]; then takes=none; fi ;;
-      *)
-        if [ "$takes" = none ]; then
-          fail "'$word' is neither an option of $SCRIPT nor section.key=value. The number of ranks
-  comes first: bash $0 2 --data my.fasta"
-        fi
-        if [ "$takes" = one ]; then takes=none; fi ;;
-    esac
-  done
-}
-
-has_option() {   # has_option NAME: is there "--NAME" in the code, or "NAME": "..." in its table FLAGS?
-  grep -qE "\"--$1\"|\"$1\": \"" "$SCRIPT" training/command_line.py
-}

@@ -43,6 +43,7 @@ def test_no_part_begins_after_the_time_of_all(tmp_path):
     assert outcomes(tmp_path) == {"good": ("FAIL", "no time was left")}
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_and_continued_has_the_weights_of_the_undisturbed_one(tmp_path):
     part = Part("sedd", trained(tmp_path), 600)
     assert run_parts([part], tmp_path, 600), (tmp_path / "sedd.log").read_text()

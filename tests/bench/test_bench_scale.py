@@ -85,7 +85,7 @@ def test_a_file_that_another_job_damaged_meanwhile_is_left_and_another_written(
         return launch
 
     monkeypatch.setattr(bench_scale, "measure", damage)
-    args = SimpleNamespace(device="cpu", backend="auto", json="bad.json")
+    args = SimpleNamespace(measure=True, device="cpu", backend="auto", json="bad.json")
     bench_scale.measure_here(args, None)
     assert bench_scale.read_launches(args.json) == [launch]
     assert Path("bad.json").read_text() == "["

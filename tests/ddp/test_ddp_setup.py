@@ -117,6 +117,7 @@ def test_ranks_on_one_host_ask_no_name_service(monkeypatch):
         ddp_setup._place_of_rank_0(dataclasses.replace(alone, launcher="torchrun"), env)
 
 
+EVERY_CORE = {0, 1, 2, 3}
 PLACES = {"n0": ["10.0.0.1"], "self": ["127.0.1.1"], "six": ["fd00::1"],
           socket.gethostname(): ["10.0.0.9"]}
 MPI = object()
@@ -767,8 +768,19 @@ def test_a_device_is_no_checkpoint(tmp_path):
         load_checkpoint(tmp_path / "last.pt")
 
 
-def test_a_file_that_unpacks_to_more_than_its_bytes_is_no_checkpoint(tmp_path):
-    with zipfile.ZipFile(tmp_path / "last.pt", "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("data.pkl", bytes(10_000))
+def test_a_file_that_unpacks_to_more_than_its_bytes_is_no_checkpoint(packed):
     with pytest.raises(ValueError, match="and unpacks to 10,000"):
-        load_checkpoint(tmp_path / "last.pt")
+        load_checkpoint(packed)
+
+
+@pytest.mark.parametrize("env, ranks, own, given, is_told", [
+    ({"OMP_PROC_BIND": "close"}, 2, {0}, EVERY_CORE, True),
+    ({"OMP_PLACES": "cores"}, 2, {0}, EVERY_CORE, True),
+    ({}, 2, {0}, EVERY_CORE, False), ({"OMP_PROC_BIND": "close"}, 1, {0}, EVERY_CORE, False),
+    ({"OMP_PROC_BIND": "false"}, 2, EVERY_CORE, EVERY_CORE, False),
+    ({"OMP_PROC_BIND": "close"}, 2, {1}, {1, 2}, False),    # by a launcher, to its own cores
+    ({"OMP_PROC_BIND": "close"}, 2, {0}, None, False)])
+def test_ranks_that_openmp_binds_to_one_core_are_told(  # noqa: PLR0913  (a row of the table)
+        env, ranks, own, given, is_told, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: len(EVERY_CORE))
+    assert bool(ddp_setup._notes_on_binding(env, ranks, own, given)) == is_told

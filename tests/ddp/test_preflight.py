@@ -172,7 +172,8 @@ def test_a_folder_that_cannot_be_written_is_found(tmp_path):
 
 
 @pytest.mark.parametrize("fault, name, words", [
-    ("test_aurora_ddp.measure_row = lambda *a: time.sleep(HANG)", "barrier", "did not come within"),
+    pytest.param("test_aurora_ddp.measure_row = lambda *a: time.sleep(HANG)", "barrier",
+                 "did not come within", marks=pytest.mark.slow),
     ("torch.zeros_like = lambda x: time.sleep(HANG)", "all-reduce", "did not end within 5 s"),
     ("test_aurora_ddp.write_folder = lambda *a: time.sleep(HANG)", "folder", "did not end within"),
     ("dist.all_reduce = lambda x: x.nothing", "all-reduce",

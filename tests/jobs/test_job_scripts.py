@@ -419,10 +419,7 @@ def test_a_dry_run_of_the_tests_shows_their_command_and_installs_nothing(project
 
 @pytest.mark.parametrize("words, message", [
     (["-1"], "NPROC is '-1', expected a number"), (["two"], "'two' is neither an option"),
-    (["-n", "4"], "'-n' is neither an option"), (["--dta", "x"], "has no option --dta"),
-    (["2", "--dta=x"], "has no option --dta"), (["--fresh", "4"], "'4' is neither an option"),
-    (["--init_from", "a", "b"], "'b' is neither an option"),
-    (["x=1", "--lr", "3"], "train_sedd_ddp.py has no option --lr")])
+    (["-n", "4"], "'-n' is neither an option"), (["2", "4"], "'4' is neither an option")])
 def test_a_wrong_word_behind_local_sh_is_refused_before_anything_is_installed(words, message,
                                                                             project):
     shutil.copytree(ROOT / "configs", project / "configs")

@@ -85,6 +85,8 @@ ONE_CIF = Atoms().add("A", 1, "ALA").mmcif()
       for x in ("     inf", "     nan", "9.9e+300", "   0_1.2")),
     ("s.pdb", ONE.replace("A   1 ", "A   x "), "columns 23 to 26"),
     ("s.pdb", "".join(Atoms().add("A", i, "ALA").pdb() for i in (1, 1)), "residue A 1 comes twice"),
+    ("s.pdb", Atoms().add("A", 1, "ALA", xyz=[(0, 0, 0)] * 4).add(
+        "A", 2, "ALA", xyz=[(0, 0, 0)] * 4).pdb(), "all its 2 residues at one place"),
     ("s.pdb.gz", gzip.compress(ONE.encode(), mtime=0)[:-9], "end-of-stream"),
     ("s.cif", ONE, "cannot be read"), ("s.cif", "data_x\n_a.b 1\n", "0 data blocks"),
     ("s.cif", Atoms().add("A", 1, "ALA").add("A", 900_000, "ALA").mmcif(), "100,000 rows"),
