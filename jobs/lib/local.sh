@@ -27,11 +27,9 @@ read_words() {   # read_words WORD...: sets `words`: those of ARGS and these, wi
   local arguments word path previous=''
   read -r -d '' -a arguments <<< "$ARGS" || :    # also if it has several lines
   set -- ${arguments[@]+"${arguments[@]}"} "$@"
-  case ${1:---} in
-    --* | *=* | -h) ;;
-    *) fail "'$1' is neither an option nor section.key=value. The number of ranks comes first:
-  bash $0 2 --data my.fasta" ;;
-  esac
+  if [[ ${1:-} =~ ^(-[^-h]|[0-9]+$) ]]; then
+    fail "'$1' is no option of $SCRIPT. The number of ranks comes first: bash $0 2 --data my.fasta"
+  fi
   words=()
   for word in "$@"; do
     case $word,$previous in

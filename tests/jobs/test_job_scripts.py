@@ -418,8 +418,8 @@ def test_a_dry_run_of_the_tests_shows_their_command_and_installs_nothing(project
 
 
 @pytest.mark.parametrize("words, message", [
-    (["-1"], "NPROC is '-1', expected a number"), (["two"], "'two' is neither an option"),
-    (["-n", "4"], "'-n' is neither an option"), (["2", "4"], "'4' is neither an option")])
+    (["-1"], "NPROC is '-1', expected a number"), (["-n", "4"], "'-n' is no option"),
+    (["2", "4"], "'4' is no option")])
 def test_a_wrong_word_behind_local_sh_is_refused_before_anything_is_installed(words, message,
                                                                             project):
     shutil.copytree(ROOT / "configs", project / "configs")

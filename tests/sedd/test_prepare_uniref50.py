@@ -302,6 +302,7 @@ def test_a_kill_at_any_step_leaves_no_folder_or_a_whole_one(tmp_path, out):
     assert 30 < n_kills < 200 and n_whole > 1
 
 
+@pytest.mark.slow
 def test_memory_is_bounded_whatever_the_size_of_the_source(tmp_path):
     grown = []
     script = ("import resource, sys, prepare_uniref50 as p; "
