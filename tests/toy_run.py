@@ -48,13 +48,13 @@ class Blocks(torch.nn.Module):
 
 
 def toy(n_iters=10, micro_batches=2, lr=0.5, warmup=0,  # noqa: PLR0913  (settings, by keyword)
-        grad_clip=0.0, optimizer="sgd", ema=None, decay="none", decay_steps=None, model=None,
-        meter=None, ddp=Ddp(), **training):
+        grad_clip=0.0, optimizer="sgd", ema=None, decay="none", decay_steps=None, min_lr=0.0,
+        model=None, meter=None, ddp=Ddp(), **training):
     """A run with the toy model, or `model`. optimizer: sgd, adamw or muon; ema: decay."""
     torch.manual_seed(0)
     model = model or torch.nn.Linear(WIDTH, 1)
     optim = CommonOptim(name="muon" if optimizer == "muon" else "adamw", grad_clip=grad_clip,
-                        decay=decay, decay_steps=decay_steps)
+                        decay=decay, decay_steps=decay_steps, min_lr=min_lr)
     optim.lr = lr
     optim.warmup = warmup
     config = types.SimpleNamespace(

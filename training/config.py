@@ -234,9 +234,12 @@ class CommonOptim:
     name: Literal["adamw", "muon"] = "adamw"   # see training/optimizer.py
     scale: Literal["none", "linear", "sqrt"] | dict[str, float] = "none"   # or {cap: 4}
     base_global_batch: int | None = None  # that lr was chosen for; unit: see --plan
-    decay: Literal["none", "linear", "cosine"] = "none"   # of the learning rate, to 0 at the end
-    # number of last steps that decay; below 1: fraction of n_iters; null: all after the warm-up
+    # of the learning rate. wsd, warm-up, stable, decay: linear in a last part of the run
+    decay: Literal["none", "linear", "cosine", "wsd"] = "none"
+    # number of last steps that decay; below 1: fraction of n_iters; null: all after the warm-up,
+    # for wsd a fifth of n_iters
     decay_steps: float | None = None
+    min_lr: float = 0.0                  # where the decay ends; like lr: at base_global_batch
     grad_clip: float = 1.0               # global norm; 0 = none
     betas: tuple[float, float] = (0.9, 0.999)   # of AdamW, as is eps
     eps: float = 1e-8
@@ -275,7 +278,7 @@ class DdpSection:
 LEAST = {"training": dict(batch_size=1, accum=1, num_workers=0, n_iters=1, num_epochs=1,
                           eval_freq=1, log_freq=1, snapshot_freq=1, snapshot_minutes=0, patience=1,
                           min_delta=0, keep_last=1, max_bad_steps=0),
-         "optim": dict(lr=0, warmup=0, base_global_batch=1, grad_clip=0, weight_decay=0),
+         "optim": dict(lr=0, min_lr=0, warmup=0, base_global_batch=1, grad_clip=0, weight_decay=0),
          "ddp": dict(bucket_cap_mb=1),
          "monitoring": dict(watchdog_minutes=0, check_sync_every=0, timing_every=0)}
 STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")   # that a guard passes on to its rank
@@ -306,8 +309,15 @@ def check_common(config) -> list[str]:  # noqa: C901  (one `if` per key, nothing
     if optim.decay_steps is not None and (optim.decay == "none" or not optim.decay_steps > 0):
         problems.append(f"optim.decay_steps is {optim.decay_steps} with optim.decay "
                         f"{optim.decay}; expected more than 0 (steps, or a share of them below "
-                        "1), and decay linear or cosine. Without a decay give "
+                        "1), and decay linear, cosine or wsd. Without a decay give "
                         "optim.decay_steps=null")
+    if optim.min_lr > 0 and optim.decay == "none":
+        problems.append(f"optim.min_lr is {optim.min_lr} with optim.decay none; expected a decay "
+                        "(linear, cosine or wsd), which ends there. Without one give "
+                        "optim.min_lr=0")
+    elif optim.min_lr > 0 and optim.min_lr > optim.lr:
+        problems.append(f"optim.min_lr is {optim.min_lr} and optim.lr {optim.lr}; expected at most "
+                        "lr")
     wandb = config.monitoring.wandb or {}
     if not set(wandb) <= {"project", "name", "mode"}:
         problems.append(f"monitoring.wandb has {', '.join(wandb)}; expected some of project, "

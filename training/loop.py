@@ -55,15 +55,23 @@ def scale_for_batch(lr, warmup, rule, global_batch, base) -> tuple[float, int]:
     return lr * factor, round(warmup * factor)
 
 
-def rate_share(step, warmup, n_iters, decay="none", decay_steps=None) -> float:
+WSD_SHARE = 0.2   # of all steps, in which wsd decays: enough, says Haegele et al. 2024, 2405.18392
+
+
+def rate_share(step, warmup, n_iters, optim) -> float:
     """Learning rate of the next step, as a fraction of the full rate. step: number of steps done.
 
-    It rises linearly, to 1 in step number `warmup`. decay "linear" or "cosine": it falls towards 0
-    over the last decay_steps of n_iters steps (below 1: that fraction of n_iters; None: all steps
-    after the warm-up)."""
+    It rises linearly, to 1 in step number `warmup`. With an optim.decay it falls over the last
+    optim.decay_steps of n_iters steps (below 1: that fraction of n_iters; None: all steps after the
+    warm-up), towards optim.min_lr / optim.lr. "wsd" (warm-up, stable, decay: Hu et al. 2024, arXiv
+    2404.06395) is "linear" whose default is the fraction WSD_SHARE.
+
+    optim: the config's section; `scale` multiplies its lr and min_lr alike, so their ratio stays.
+    """
     rise = min((step + 1) / max(warmup, 1), 1.0)
-    if decay == "none":
+    if optim.decay == "none":
         return rise
+    decay_steps = length_of_decay(optim)
     if decay_steps is None:
         length = n_iters - warmup
     elif decay_steps < 1:
@@ -71,11 +79,17 @@ def rate_share(step, warmup, n_iters, decay="none", decay_steps=None) -> float:
     else:
         length = min(decay_steps, n_iters)
     left = min(max((n_iters - step) / max(length, 1), 0.0), 1.0)
-    if decay == "linear":
-        return rise * left
-    if decay == "cosine":
-        return rise * ((1 - math.cos(math.pi * left)) / 2)
-    raise ValueError(f"decay is {decay!r}; expected none, linear or cosine.")
+    if optim.decay == "cosine":
+        left = (1 - math.cos(math.pi * left)) / 2
+    floor = optim.min_lr / optim.lr if optim.min_lr else 0.0   # lr may be 0 too
+    return rise * (floor + (1 - floor) * left)
+
+
+def length_of_decay(optim) -> float | None:
+    """optim.decay_steps, or what the decay does where they are not given."""
+    if optim.decay == "wsd" and optim.decay_steps is None:
+        return WSD_SHARE
+    return optim.decay_steps
 
 
 # ---------------------------------------------------------------- start or continue
@@ -298,9 +312,7 @@ def unpack(packed) -> Totals:
 
 def set_learning_rate(run) -> None:
     """Give the optimizer the learning rate of the next step, see rate_share."""
-    optim = run.config.optim
-    share = rate_share(run.progress["step"], run.warmup, run.n_iters, optim.decay,
-                       optim.decay_steps)
+    share = rate_share(run.progress["step"], run.warmup, run.n_iters, run.config.optim)
     for group in run.optimizer.param_groups:
         group["lr"] = run.lr * share
 

@@ -3,7 +3,7 @@ import re
 import textwrap
 
 from ddp_setup import print0
-from training.loop import is_finished, scale_for_batch
+from training.loop import is_finished, length_of_decay, scale_for_batch
 from training.resume import machine_differences
 
 
@@ -21,7 +21,7 @@ def plan_head(optim, ranks: str, unit: str) -> tuple[list[int], str]:
     if optim.base_global_batch:
         base = f" at a global batch of {optim.base_global_batch:,} {unit}"
     line = (f"optim.scale {scale_name(optim.scale)}: from lr {optim.lr:g} and warm-up "
-            f"{optim.warmup:,}{base}{decay_name(optim)}")
+            f"{optim.warmup:,}{base}{decay_name(optim, optim.lr)}")
     return numbers, line
 
 
@@ -39,7 +39,8 @@ def plan_table(config, numbers, per_rank, title, more="", outcome=lambda n, batc
     n_iters = config.training.n_iters
     problems = []
     late = []   # numbers of ranks, as text
-    rows = [f"{'ranks':>6} {title} {'learning rate':>14} {'warm-up steps':>14}{more}"]
+    least = f" {'min_lr':>10}" if optim.min_lr else ""   # heading; then the value of a row
+    rows = [f"{'ranks':>6} {title} {'learning rate':>14}{least} {'warm-up steps':>14}{more}"]
     for n in numbers:
         batch = n * config.training.accum * per_rank
         row = f"{n:>6} {batch:>{len(title)},}"
@@ -51,7 +52,9 @@ def plan_table(config, numbers, per_rank, title, more="", outcome=lambda n, batc
             continue
         lr, warmup = scale_for_batch(optim.lr, optim.warmup, optim.scale, lr_batch,
                                      optim.base_global_batch)
-        rows.append(f"{row} {lr:>14.4g} {warmup:>14,}{columns}")
+        if optim.min_lr:
+            least = f" {optim.min_lr / optim.lr * lr:>10.4g}"
+        rows.append(f"{row} {lr:>14.4g}{least} {warmup:>14,}{columns}")
         if n_iters and warmup >= n_iters:
             late.append(str(n))
     if late:
@@ -113,21 +116,22 @@ def describe_rate(run, state, unit, lr_batch):
             how += f", to the {lr_batch:,} {unit} that there are"
     name = "Muon for the blocks' matrices, AdamW for the rest, " if optim.name == "muon" else ""
     return (f"optim: {name}lr {run.lr:g}, warm-up {run.warmup:,} steps, {how}"
-            f"{decay_name(optim)}")
+            f"{decay_name(optim, run.lr)}")
 
 
-def decay_name(optim) -> str:
-    """Text on the decay of the learning rate, to append to a line; "" for none."""
+def decay_name(optim, lr) -> str:
+    """Text on the decay of the learning rate, to append to a line; "" for none. lr: full rate."""
     if optim.decay == "none":
         return ""
-    length = optim.decay_steps or 0
+    length = length_of_decay(optim) or 0
     if length == 0:
         over = "all steps after the warm-up"
     elif length < 1:
         over = f"the last {length:.0%} of the steps"
     else:
         over = f"the last {length:,.0f} steps"
-    return f"; {optim.decay} decay over {over}"
+    end = f", to {optim.min_lr / optim.lr * lr:g}" if optim.min_lr else ""
+    return f"; {optim.decay} decay over {over}{end}"
 
 
 def scale_name(rule):

@@ -639,6 +639,15 @@ def test_the_plan_scales_the_learning_rate_and_needs_no_pairs():
     assert re.search(r"\n +4 +16 +1.2e-06 +40\n", describe_plan(c, args.plan))
 
 
+def test_the_plan_scales_the_rate_in_which_the_decay_ends():
+    args, c = read_arguments("--plan 4 training.batch_size=4 optim.lr=3e-7 optim.scale=linear "
+                             "optim.base_global_batch=4 optim.warmup=10 optim.decay=wsd "
+                             "optim.min_lr=3e-8".split())
+    text = describe_plan(c, args.plan)
+    assert "wsd decay over the last 20% of the steps, to 3e-08\n" in text
+    assert re.search(r"learning rate +min_lr .*\n +4 +16 +1.2e-06 +1.2e-07 +40\n", text)
+
+
 def write_pairs(folder, n=None):
     """Write pairs.json, 6 pairs on 3 structures of all, or n, residues."""
     entries = []

@@ -10,6 +10,7 @@ from sedd_cases import CASES, entries, near, small_batch, small_model
 from sedd.diffusion import AbsorbingGraph, make_graph, score_entropy_loss
 from sedd.fast_cpu import speed_up
 from sedd.model import EMA, SEDD, load_official
+from training.config import CommonOptim
 from training.loop import rate_share
 
 
@@ -100,7 +101,8 @@ def test_three_training_steps_agree_with_the_official_code(fixture, fast):
     for step in range(len(expected["loss"])):
         optim.zero_grad()
         backward(model, case)
-        optim.param_groups[0]["lr"] = 3e-4 * rate_share(step, int(expected["warmup"]), 100)
+        optim.param_groups[0]["lr"] = 3e-4 * rate_share(step, int(expected["warmup"]), 100,
+                                                          CommonOptim())
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optim.step()
         ema.update(model.parameters())

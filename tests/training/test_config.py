@@ -149,10 +149,15 @@ class SomeData:
 
 
 @dataclass
+class SomeOptim(CommonOptim):
+    lr: float = 1e-3
+
+
+@dataclass
 class ScriptConfig:
     """As that of a training script."""
     training: CommonTraining = field(default_factory=CommonTraining)
-    optim: CommonOptim = field(default_factory=CommonOptim)
+    optim: SomeOptim = field(default_factory=SomeOptim)
     model: SomeModel = field(default_factory=SomeModel)
     data: SomeData = field(default_factory=SomeData)
     memory: CommonMemory = field(default_factory=CommonMemory)
@@ -173,6 +178,8 @@ def texts_on(*overrides, least=None):
     (["optim.scale={top: 2}", "optim.base_global_batch=8"], "optim.scale is {'top': 2.0}"),
     (["optim.decay_steps=5"], "optim.decay_steps is 5.0 with optim.decay none"),
     (["optim.decay_steps=0", "optim.decay=linear"], "optim.decay_steps is 0.0"),
+    (["optim.min_lr=1e-5"], "optim.min_lr is 1e-05 with optim.decay none"),
+    (["optim.min_lr=1", "optim.decay=wsd"], "optim.min_lr is 1.0 and optim.lr 0.001"),
     (["monitoring.wandb={projekt: a}"], "monitoring.wandb has projekt"),
     (["optim.betas=[0.9, 1]"], "optim.betas is [0.9, 1.0]"),
     (["optim.eps=0"], "optim.eps is 0.0"),

@@ -35,11 +35,31 @@ from training_runs import (SCRIPTS, dataset_of, loss_of, losses, on_ranks, take_
     ("linear", None, [0.5, 1, 1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8]),
     ("linear", 0.4, [0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25]),
     ("linear", 99, [0.5, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]),   # all ten
-    ("cosine", 4, [0.5, 1, 1, 1, 1, 1, 1, 0.5 + 0.5**1.5, 0.5, 0.5 - 0.5**1.5])])
+    ("cosine", 4, [0.5, 1, 1, 1, 1, 1, 1, 0.5 + 0.5**1.5, 0.5, 0.5 - 0.5**1.5]),
+    ("wsd", 0.4, [0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25]),
+    ("wsd", None, [0.5, 1, 1, 1, 1, 1, 1, 1, 1, 0.5])])   # two of ten
 def test_the_learning_rate_falls_to_0_after_the_last_step(decay, decay_steps, expected):
     """In step k of the decay 1 - k/D of it, or half of 1 + cos(pi k/D), is left."""
     run = toy(lr=0.8, warmup=2, decay=decay, decay_steps=decay_steps)
     assert [lr / 0.8 for lr, _, _ in steps(run, 10)] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("decay, expected", [
+    ("linear", [0.5, 1, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4]),
+    ("wsd", [0.5, 1, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4]),
+    ("cosine", [0.5, 1, 1, 1, 1, 1, 1, 0.6 + 0.2 * 2**0.5, 0.6, 0.6 - 0.2 * 2**0.5])])
+def test_the_learning_rate_falls_to_min_lr(decay, expected):
+    """min_lr is a fifth of lr: this much is left after the last step, and the warm-up has none."""
+    run = toy(lr=0.8, warmup=2, decay=decay, decay_steps=4, min_lr=0.16)
+    assert [lr / 0.8 for lr, _, _ in steps(run, 10)] == pytest.approx(expected)
+
+
+def test_min_lr_is_scaled_as_lr_is():
+    """To the same fraction of the scaled rate."""
+    run = toy(lr=0.8, decay="linear", min_lr=0.16)
+    run.lr *= 3
+    assert [lr / 2.4 for lr, _, _ in steps(run, 10)] == pytest.approx(
+        [0.2 + 0.8 * left / 10 for left in range(10, 0, -1)])
 
 
 def test_clipping_limits_the_change_of_the_weights_and_not_the_norm_that_is_told():
