@@ -53,13 +53,13 @@ from typing import NamedTuple
 
 from mpnn.mutation_pairs import KINDS, Rules, mutated, pair_mutations
 from mpnn.mutations import describe_skipped, place_all, read_mutations
-from mpnn.pairs import LEAST_WEIGHT
 from mpnn.settings import name_of, structure_files
-from mpnn.tables import (MAX_LISTED, check_cells, read_rows, read_table_text, refuse_lines,
+from training.tables import (MAX_LISTED, check_cells, read_rows, read_table_text, refuse_lines,
                          table_columns)
 from sedd.sequences import LETTERS, named_sequences
 from training.config import Parser
 from training.files import write_text_atomic
+from training.pair_files import LEAST_WEIGHT
 
 LARGEST_SCORE = 1e100   # so that sums of differences stay finite
 MOST_ROUNDS = 1000

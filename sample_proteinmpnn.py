@@ -111,7 +111,7 @@ from mpnn.mutations import describe_skipped, place_all, read_mutations
 from mpnn.published import find_weights
 from mpnn.settings import (PER_STRUCTURE, Design, letter_bias, name_of, read_json,
                            structure_files)
-from mpnn.tables import MAX_LISTED
+from training.tables import MAX_LISTED
 from mpnn.variant_tables import (SCORE, Scoring, all_single_mutations, check_measured,
                                  correlate_proteins, score_proteins, table_text)
 from mpnn.variants import log_probs_decoded_last

@@ -32,10 +32,9 @@ import torch
 import torch.nn.functional as F
 
 from ddp_setup import autocast, print0, seed_for, stop_reason
-from mpnn.batches import PairPlan, make_batch, shared_context
+from mpnn.batches import make_batch, shared_context
 from mpnn.evaluation import (SEEN, SUMS, Validation, evaluate, evaluate_start, metrics_of, pack,
                              result_lines, save_model)
-from mpnn.pairs import try_all
 from mpnn.reference import (Reference, base_is_ca_only, check_cache, load_base, make_tables,
                             pair_scores)
 from mpnn.split import load_pairs
@@ -50,6 +49,8 @@ from training.loop import (N_SCALARS, Run, after_step, check_alike, clip_gradien
                            global_gradient, is_finished, open_batches, set_learning_rate,
                            start_run, step_optimizer)
 from training.meter import bad_steps_field, step_values
+from training.pair_files import try_all
+from training.pair_plan import PairPlan
 from training.plan import describe_batch, describe_run, plan_head, plan_table, print_lines
 from training.precision import choose_precision
 from training.resume import (ALWAYS_NEEDED, MAY_ALWAYS_CHANGE, bring_best, check_checkpoint,

@@ -21,12 +21,13 @@ import mpnn.fast_cpu
 import train_dpo_ddp as dpo
 from bench.common import (CommandParser, computes_in_bfloat16, now, read_options,
                           run_on_one_rank, say)
-from mpnn.batches import PairPlan, collate, collate_complexes
+from mpnn.batches import collate, collate_complexes
 from mpnn.demo import PHI_PSI, build_backbone
 from mpnn.model import ATOMS, PAIRS, random_proteinmpnn
 from mpnn.pairs import Pair, describe, read_pairs
 from mpnn.structures import NAMES, Complex, read_structure
 from training.loop import global_gradient
+from training.pair_plan import PairPlan
 
 # {pairs per step: [(order, dtype) of our steps]}, for random pairs and those of a file.
 MADE_CASES = {1: [("arange", "float32"), ("random", "float32")],

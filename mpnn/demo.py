@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mpnn.pairs import Pair
-from mpnn.seeds import FOR_DEMO
+from training.seeds import FOR_DEMO
 from mpnn.structures import Chain, Complex, Structure
 from sedd.sequences import AMINO_ACIDS, encode
 

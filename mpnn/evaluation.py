@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ddp_setup import Ddp, all_sum, save_checkpoint
-from mpnn.batches import eval_batches
+from training.pair_plan import eval_batches
 from mpnn.designs import Designs
 from mpnn.model import ALPHABET, to_checkpoint
 from mpnn.pairs import Pair

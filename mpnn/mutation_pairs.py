@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpnn.seeds import FOR_MUTATIONS, random_words
+from training.seeds import FOR_MUTATIONS, random_words
 from sedd.sequences import decode
 
 KINDS = ("wild_type", "mutants", "both")

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mpnn.structures import Chain, Complex, Structure, read_structure
-from mpnn.tables import (MAX_LISTED, check_cells, read_rows, read_table_text, refuse_lines,
+from training.tables import (MAX_LISTED, check_cells, read_rows, read_table_text, refuse_lines,
                          table_columns)
 from sedd.sequences import AMINO_ACIDS, LETTERS
 

@@ -18,23 +18,20 @@ Reads structures (mpnn/structures.py) and pairs: a JSON list of objects, or one 
 Writes nothing. No model and no process group here.
 """
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
-from mpnn.seeds import content_key
 from mpnn.structures import CA_MODEL, Complex, parse_positions, read_structure
 from sedd.sequences import LETTERS, X_ID, encode
+from training.pair_files import MAX_LISTED, quote, read_items, read_weight
+from training.seeds import content_key
 
-MAX_LISTED = 20             # at most so many problems of a file, or contradictions, are listed
 REQUIRED = ("pdb_file", "preferred_seq", "unpreferred_seq")
 OPTIONAL = ("chain_id", "design_chains", "fixed_chains", "mutable_positions", "mutable_ranges",
             "weight", "description")
-LEAST_WEIGHT = 1e-6         # of a pair
-MOST_WEIGHT = 1e6
 
 
 class Pair:
@@ -54,6 +51,16 @@ class Pair:
         self.chain_M = chain_M
         self.weight = weight
         self.key = content_key(complex.key, chosen, rejected, chain_M)
+
+    @property
+    def length(self) -> int:
+        """Rows of the complex."""
+        return len(self.complex)
+
+    @property
+    def shared_key(self) -> int:
+        """Equal for pairs on one complex, which is encoded once in a batch."""
+        return self.complex.key
 
 
 def read_pairs(  # noqa: PLR0913  (two of them collect what several calls share)
@@ -82,30 +89,9 @@ def read_pairs(  # noqa: PLR0913  (two of them collect what several calls share)
         structures = {}
     if notes is None:
         notes = []
-    entries = _read_entries(path)
+    mend = "the file, or the mutable positions for all pairs" if mutable else "the file"
     reader = _PairReader(path.parent, structures, mutable, max_length, notes, ca_only)
-    pairs = []
-    items_of = {}               # problem -> items that have it
-    for item, entry in enumerate(entries):
-        alive()
-        try:
-            pairs.append(reader.read(entry))
-        except (ValueError, OSError) as error:
-            items_of.setdefault(str(error), []).append(item)
-    problems = []
-    for problem, items in items_of.items():     # one message for all items with the same problem
-        others = ""
-        if len(items) > 1:
-            others = f" (and {len(items) - 1:,} more up to item {items[-1]})"
-        problems.append(f"item {items[0]}: {problem}{others}")
-    if problems:
-        mend = "the file, or the mutable positions for all pairs" if mutable else "the file"
-        lines = [f"{path}: found problems in {len(entries) - len(pairs):,} of {len(entries):,} "
-                 f"pairs; expected none. Mend {mend}:", *problems[:MAX_LISTED]]
-        if len(problems) > MAX_LISTED:
-            lines.append(f"and {len(problems) - MAX_LISTED:,} other problems")
-        raise ValueError("\n  ".join(lines))
-    return pairs
+    return read_items(path, reader.read, mend, alive)
 
 
 def describe(pairs: list[Pair]) -> str:
@@ -139,65 +125,6 @@ def describe(pairs: list[Pair]) -> str:
     return "; ".join([head] + [f"{n:,} {text}" for n, text in notes if n])
 
 
-def try_all(*functions: Callable) -> list:
-    """Call all functions; return their results, or raise one ValueError with all their messages."""
-    results = []
-    problems = []
-    for function in functions:
-        try:
-            results.append(function())
-        except (ValueError, OSError) as error:
-            problems.append(str(error))
-    if problems:
-        raise ValueError("\n".join(problems))
-    return results
-
-
-def unique_keys(items: list[tuple]) -> dict:
-    """Dict of the (key, value) items of a JSON object. Raises: ValueError for a key given twice."""
-    found = {}
-    for key, value in items:
-        if key in found:
-            raise ValueError(f"key {quote(key)} given twice")
-        found[key] = value
-    return found
-
-
-def quote(value) -> str:
-    """A value as short JSON."""
-    text = json.dumps(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-# ---- the file ----
-
-def _parse_json(text, where):
-    """The value of a text or bytes of JSON. where: file and line, for messages."""
-    try:
-        return json.loads(text, object_pairs_hook=unique_keys)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: this is not valid JSON: {str(error)[:80]}. Expected a list of "
-                         "objects; if it has one object per line, name it .jsonl.") from None
-
-
-def _read_entries(path):
-    """The items of a file of pairs."""
-    if not path.is_file():
-        what = "is not a file" if path.exists() else "does not exist"
-        raise FileNotFoundError(f"{path} {what}; expected a file of preference pairs. Check the "
-                                f"path (relative to {Path.cwd()}).")
-    text = path.read_bytes()
-    if path.suffix.lower() == ".jsonl":
-        entries = [_parse_json(line, f"{path}, line {number}")
-                   for number, line in enumerate(text.split(b"\n"), 1) if line.strip()]
-    else:
-        entries = _parse_json(text, path)
-    if not isinstance(entries, list) or not entries:
-        raise ValueError(f"{path}: found {quote(entries)}; the top level must be a list of "
-                         "objects, [{...}, ...], and not an empty one.")
-    return entries
-
-
 # ---- one pair ----
 
 class _PairReader:
@@ -220,7 +147,7 @@ class _PairReader:
     def read(self, entry):
         """Pair of an object. Raises: ValueError with the first problem."""
         _check_keys(entry)
-        weight = _read_weight(entry)
+        weight = read_weight(entry)
         sequences = _read_sequences(entry)
         design, fixed = _read_chains(entry)
         complex = self.complex(entry["pdb_file"], design, fixed)
@@ -291,14 +218,6 @@ def _check_keys(entry):
             raise ValueError(f"missing key {key}")
         if not isinstance(entry[key], str) or not entry[key].strip():
             raise ValueError(f"{key} is {quote(entry[key])}; expected a text that is not empty")
-
-
-def _read_weight(entry):
-    weight = entry.get("weight", 1.0)
-    if type(weight) not in (int, float) or not LEAST_WEIGHT <= weight <= MOST_WEIGHT:
-        raise ValueError(f"weight is {quote(weight)}; expected a number above 0, from "
-                         f"{LEAST_WEIGHT:g} to {MOST_WEIGHT:g}")
-    return float(weight)
 
 
 def _read_sequences(entry):

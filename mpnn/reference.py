@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from ddp_setup import all_sum, broadcast, load_checkpoint, print0, save_checkpoint
-from mpnn.batches import (collate_complexes, eval_batches, make_batch, shared_context,
-                          to_device)
+from mpnn.batches import collate_complexes, make_batch, shared_context, to_device
 from mpnn.fast_cpu import speed_up
 from mpnn.model import (PUBLISHED, Encoding, Graph, ProteinMPNN, load_proteinmpnn,
                         random_proteinmpnn)
 from mpnn.published import INSTALL, NAMES, in_folder, in_package, is_published
 from training.log import show_progress
+from training.pair_plan import eval_batches
 from training.resume import is_dense
 from training.watch import beat
 

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpnn.demo import demo_pairs
-from mpnn.pairs import describe, read_pairs, try_all
-from mpnn.seeds import FOR_SPLIT, content_key, random_words
+from mpnn.pairs import describe, read_pairs
+from training.pair_files import join_groups, try_all
+from training.seeds import FOR_SPLIT, content_key, random_words
 
 MOST_MISSED = 2             # warn if the held-out fraction misses val_fraction by a larger factor
 
@@ -152,12 +153,6 @@ def _linked_by_sequence(pairs):
     It does not depend on the order of the pairs. A sequence that is the same in the chosen and the
     rejected design of every pair that has it shows no preference, and links no pairs.
     """
-    def root(text):
-        while parent[text] != text:
-            parent[text] = parent[parent[text]]     # shortens the path for the next search
-            text = parent[text]
-        return text
-
     sequences = []      # of each pair
     varied = set()      # those of chains that differ in some pair
     for pair in pairs:
@@ -166,10 +161,5 @@ def _linked_by_sequence(pairs):
                   for k in np.unique(chain_id)]
         sequences.append(set().union(*chains))
         varied.update(*(texts for texts in chains if len(texts) == 2))
-    linked = [sorted(texts & varied) for texts in sequences]
-    parent = {text: text for text in varied}        # union-find: a tree of sequences is a group
-    for texts in linked:
-        for text in texts:
-            low, high = sorted((root(texts[0]), root(text)))
-            parent[high] = low
-    return np.array([content_key(root(texts[0])) for texts in linked], np.int64)
+    roots = join_groups([texts & varied for texts in sequences])
+    return np.array([content_key(root) for root in roots], np.int64)

@@ -20,7 +20,7 @@ from pathlib import Path
 import gemmi
 import numpy as np
 
-from mpnn.seeds import content_key
+from training.seeds import content_key
 from sedd.sequences import X_ID
 
 NAMES = "ALA CYS ASP GLU PHE GLY HIS ILE LYS LEU MET ASN PRO GLN ARG SER THR VAL TRP TYR".split()

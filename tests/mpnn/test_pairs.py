@@ -6,7 +6,8 @@ import re
 import numpy as np
 import pytest
 
-from mpnn.pairs import describe, read_pairs, unique_keys
+from mpnn.pairs import describe, read_pairs
+from training.pair_files import unique_keys
 from mpnn_cases import AB, ABSENT, GOOD, Atoms, changed, refusal, write
 from sedd.sequences import decode
 

@@ -22,7 +22,7 @@ from training.config import load_config
 from training.finish import prepare_and_train
 from training.resume import hash_of
 from sedd.sequences import decode
-from mpnn.batches import PairPlan, make_batch, orders_of
+from mpnn.batches import make_batch, orders_of
 from mpnn.demo import demo_pairs
 from mpnn.pairs import Pair, read_pairs
 from mpnn.structures import NAMES, Complex, Structure
@@ -34,6 +34,7 @@ from mpnn.evaluation import Validation
 from train_dpo_ddp import (Config, Loss, MicroBatchDataset, describe_plan, micro_batch_loss,
                            objective, preference_loss, prepare, read_arguments, train)
 from training.loop import MicroBatchSampler
+from training.pair_plan import PairPlan
 from training.watch import read_status
 from training_runs import (  # noqa: F401 (the fixture one_thread)
     ROOT, assert_refused, command_lines, driver, equal, gradients, on_ranks, one_thread, rows,

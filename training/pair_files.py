@@ -1,0 +1,132 @@
+"""Files of preference pairs: JSON lists, or one object per line in a .jsonl file.
+
+    pairs = read_items("pairs.json", reader.read, mend="the file")
+
+Finds all that is wrong in a file, and says it once. Writes nothing.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+MAX_LISTED = 20             # at most so many problems of a file, or contradictions, are listed
+LEAST_WEIGHT = 1e-6         # of a pair
+MOST_WEIGHT = 1e6
+
+
+def read_items(path: Path, read: Callable, mend: str, alive: Callable = lambda: None) -> list:
+    """What `read` makes of each item of a file.
+
+    Args:
+        read:  function of an item, which raises ValueError or OSError with its first problem.
+        mend:  what to mend, for the message.
+        alive: called before each item, to show a watchdog that reading continues.
+    Raises: one ValueError with the first problem of each bad item, counted from 0;
+        OSError for a file that cannot be opened.
+    """
+    entries = read_entries(path)
+    found = []
+    items_of = {}               # problem -> items that have it
+    for item, entry in enumerate(entries):
+        alive()
+        try:
+            found.append(read(entry))
+        except (ValueError, OSError) as error:
+            items_of.setdefault(str(error), []).append(item)
+    problems = []
+    for problem, items in items_of.items():     # one message for all items with the same problem
+        others = ""
+        if len(items) > 1:
+            others = f" (and {len(items) - 1:,} more up to item {items[-1]})"
+        problems.append(f"item {items[0]}: {problem}{others}")
+    if problems:
+        lines = [f"{path}: found problems in {len(entries) - len(found):,} of {len(entries):,} "
+                 f"pairs; expected none. Mend {mend}:", *problems[:MAX_LISTED]]
+        if len(problems) > MAX_LISTED:
+            lines.append(f"and {len(problems) - MAX_LISTED:,} other problems")
+        raise ValueError("\n  ".join(lines))
+    return found
+
+
+def read_entries(path: Path) -> list:
+    """The items of a file of pairs. Raises: ValueError or OSError."""
+    if not path.is_file():
+        what = "is not a file" if path.exists() else "does not exist"
+        raise FileNotFoundError(f"{path} {what}; expected a file of preference pairs. Check the "
+                                f"path (relative to {Path.cwd()}).")
+    text = path.read_bytes()
+    if path.suffix.lower() == ".jsonl":
+        entries = [_parse_json(line, f"{path}, line {number}")
+                   for number, line in enumerate(text.split(b"\n"), 1) if line.strip()]
+    else:
+        entries = _parse_json(text, path)
+    if not isinstance(entries, list) or not entries:
+        raise ValueError(f"{path}: found {quote(entries)}; the top level must be a list of "
+                         "objects, [{...}, ...], and not an empty one.")
+    return entries
+
+
+def _parse_json(text, where):
+    """The value of a text or bytes of JSON. where: file and line, for messages."""
+    try:
+        return json.loads(text, object_pairs_hook=unique_keys)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: this is not valid JSON: {str(error)[:80]}. Expected a list of "
+                         "objects; if it has one object per line, name it .jsonl.") from None
+
+
+def read_weight(entry: dict) -> float:
+    """The weight of a pair in the loss, 1 if none is given. Raises: ValueError."""
+    weight = entry.get("weight", 1.0)
+    if type(weight) not in (int, float) or not LEAST_WEIGHT <= weight <= MOST_WEIGHT:
+        raise ValueError(f"weight is {quote(weight)}; expected a number above 0, from "
+                         f"{LEAST_WEIGHT:g} to {MOST_WEIGHT:g}")
+    return float(weight)
+
+
+def join_groups(sets: list[set]) -> list:
+    """For each set of texts, the least text of its group: sets that share a text, directly or
+    through others, are of one group. It does not depend on their order."""
+    def root(text):
+        while parent[text] != text:
+            parent[text] = parent[parent[text]]     # shortens the path for the next search
+            text = parent[text]
+        return text
+
+    linked = [sorted(texts) for texts in sets]
+    parent = {text: text for texts in linked for text in texts}     # a tree of texts is a group
+    for texts in linked:
+        for text in texts:
+            low, high = sorted((root(texts[0]), root(text)))
+            parent[high] = low
+    return [root(texts[0]) for texts in linked]
+
+
+def try_all(*functions: Callable) -> list:
+    """Call all functions; return their results, or raise one ValueError with all their messages."""
+    results = []
+    problems = []
+    for function in functions:
+        try:
+            results.append(function())
+        except (ValueError, OSError) as error:
+            problems.append(str(error))
+    if problems:
+        raise ValueError("\n".join(problems))
+    return results
+
+
+def unique_keys(items: list[tuple]) -> dict:
+    """Dict of the (key, value) items of a JSON object. Raises: ValueError for a key given twice."""
+    found = {}
+    for key, value in items:
+        if key in found:
+            raise ValueError(f"key {quote(key)} given twice")
+        found[key] = value
+    return found
+
+
+def quote(value) -> str:
+    """A value as short JSON."""
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."
