@@ -3,7 +3,8 @@
     python pairs_from_scores.py designs.csv pairs.json --margin 0.5 --per_structure 50
     python pairs_from_scores.py energies.csv pairs.json --lower_is_better --weights
     python pairs_from_scores.py scores.csv pairs.json --designs designs/ --structures my_pdbs/
-    python pairs_from_scores.py s2648.csv pairs.json --score ddg --lower_is_better --margin 0.5
+    python pairs_from_scores.py s2648.csv pairs.json --score ddg --lower_is_better --margin 0.5 \\
+        --hold_out 0.2
 
 Reads a CSV file (comma or tab) with a column of scores: `score`, or that of --score. A higher score
 is better, unless --lower_is_better is given (energies, scores of sample_proteinmpnn.py). Writes a
@@ -29,7 +30,10 @@ each of --rounds rounds (2) all are shuffled, and neighbours paired. --against w
 makes one of the two kinds. Of pairs that differ by at least --margin the --per_structure with the
 largest differences are kept. Only the positions at which the two differ are mutable_positions.
 Duplicates count once, with their mean. Lines without a score are left out; so are those that do not
-fit the structure, which are named.
+fit the structure, which are named. --hold_out 0.2 leaves out all mutations of about a fifth of the
+proteins, chosen by a hash of the mutated chain's sequence, and writes them to a table beside the
+pairs (pairs.json: pairs_held_out.csv), with which sample_proteinmpnn.py --mutations measures what
+training has gained on proteins that it did not see.
 
 With --weights, the weight of a pair in the loss is its difference of scores divided by the mean
 difference of all pairs; otherwise all weights are 1. Prints the number of pairs per structure.
@@ -42,6 +46,8 @@ if __name__ == "__main__":   # Ctrl-C during the imports below ends the script w
 
 import ast
 import collections
+import csv
+import io
 import json
 import math
 import os
@@ -52,10 +58,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mpnn.mutation_pairs import KINDS, Rules, mutated, pair_mutations
-from mpnn.mutations import describe_skipped, place_all, read_mutations
+from mpnn.mutations import describe_skipped, hold_out, place_all, read_mutations
 from mpnn.settings import name_of, structure_files
 from training.tables import (MAX_LISTED, check_cells, read_rows, read_table_text, refuse_lines,
-                         table_columns)
+                             table_columns)
 from sedd.sequences import LETTERS, named_sequences
 from training.config import Parser
 from training.files import write_text_atomic
@@ -63,7 +69,8 @@ from training.pair_files import LEAST_WEIGHT
 
 LARGEST_SCORE = 1e100   # so that sums of differences stay finite
 MOST_ROUNDS = 1000
-FOR_MUTATIONS = ("against", "wild_type", "rounds")      # options that only these use
+FOR_MUTATIONS = ("against", "wild_type", "rounds", "hold_out")  # options that only these use
+FOR_RULES = ("against", "wild_type", "rounds")
 
 
 class Place(NamedTuple):
@@ -281,7 +288,7 @@ def make_pairs(scores: dict, margin: float, most: int | None,
 
 
 def pairs_of_mutations(args):
-    """As pairs_of_designs, of a table of mutations; the number of its variants."""
+    """As pairs_of_designs, of a table of mutations; number of its variants; proteins held out."""
     table = read_mutations(args.table, args.score)
     if not table.names_structures:
         raise ValueError(f"{args.table} has no column pdb_file; expected the structure of each "
@@ -289,8 +296,11 @@ def pairs_of_mutations(args):
     proteins, skipped = place_all(table, see_all=False)
     if skipped:
         print(describe_skipped(table, skipped), file=sys.stderr)
+    held_out = []
+    if args.hold_out is not None:
+        proteins, held_out = hold_out(proteins, args.hold_out)
     rules = Rules(margin=args.margin, lower_is_better=args.lower_is_better)
-    for name in FOR_MUTATIONS:
+    for name in FOR_RULES:
         if getattr(args, name) is not None:
             rules = rules._replace(**{name: getattr(args, name)})
     found = []
@@ -313,7 +323,7 @@ def pairs_of_mutations(args):
         S = protein.structure.chains[protein.chain].S
         entries = [entry_of_mutations(S, pair) for pair in pairs]
         found.append((place, entries, [pair.difference for pair in pairs]))
-    return found, n_variants
+    return found, n_variants, held_out
 
 
 def entry_of_mutations(S, pair):
@@ -322,6 +332,18 @@ def entry_of_mutations(S, pair):
     worse = mutated(S, pair.worse)
     differ = [row for row, (one, other) in enumerate(zip(better, worse)) if one != other]
     return {"preferred_seq": better, "unpreferred_seq": worse, "mutable_positions": differ}
+
+
+def table_of(proteins, folder):
+    """CSV of the variants of proteins, with their own columns; paths relative to `folder`."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(proteins[0].variants[0].cells)
+    for protein in proteins:
+        path = os.path.relpath(Path(protein.structure.name).absolute(), folder.resolve())
+        for variant in protein.variants:
+            writer.writerow({**variant.cells, "pdb_file": path}.values())
+    return text.getvalue()
 
 
 def make_entries(found, args):
@@ -357,13 +379,15 @@ def make_entries(found, args):
 # ---- command ----
 
 def make_all(args):
-    """[(Place, entries, differences)] of the table, whatever its kind; number of sequences."""
+    """[(Place, entries, differences)] of the table, whatever its kind; number of sequences;
+    proteins held out."""
     has_mutations = "mutation" in table_columns(read_table_text(args.table))
     check_kind(args, has_mutations)
     if has_mutations:
         return pairs_of_mutations(args)
     designs = read_folder(args) if args.designs else read_designs(args.table, args.score)
-    return pairs_of_designs(designs, args), sum(len(scores) for scores in designs.values())
+    n_sequences = sum(len(scores) for scores in designs.values())
+    return pairs_of_designs(designs, args), n_sequences, []
 
 
 def check_kind(args, has_mutations):
@@ -391,17 +415,29 @@ def check_options(args):
     if args.wild_type is not None and not abs(args.wild_type) < LARGEST_SCORE:
         raise ValueError(f"found --wild_type {args.wild_type}; expected a number below "
                          f"{LARGEST_SCORE:g}.")
+    if args.hold_out is not None and not 0 < args.hold_out < 1:
+        raise ValueError(f"found --hold_out {args.hold_out}; expected a fraction of the proteins, "
+                         "between 0 and 1, such as 0.2.")
     if not args.margin >= 0 or (args.per_structure is not None and args.per_structure < 1):
         raise ValueError(f"found --margin {args.margin}, --per_structure "
                          f"{args.per_structure}; expected at least 0, and at least 1.")
 
 
+def held_out_file(pairs: Path) -> Path:
+    """Where the mutations of proteins that are held out are written."""
+    return pairs.with_name(f"{pairs.stem}_held_out.csv")
+
+
 def check_output(args, found):
     """ValueError for a file to write that is also read."""
+    written = [args.pairs]
+    if args.hold_out is not None:
+        written.append(held_out_file(args.pairs))
     for path in (args.table, *(place.structure for place, _, _ in found)):
-        if args.pairs.exists() and args.pairs.samefile(path):
-            raise ValueError(f"{args.pairs} is the table or a structure that it names; "
-                             "expected another file to write.")
+        for output in written:
+            if output.exists() and output.samefile(path):
+                raise ValueError(f"{output} is the table or a structure that it names; "
+                                 "expected another file to write.")
 
 
 def make_parser():
@@ -421,6 +457,8 @@ def make_parser():
     add("--against", choices=KINDS, help="of mutations: which pairs (default: both)")
     add("--wild_type", type=float, metavar="VALUE", help="its score (default 0)")
     add("--rounds", type=int, help="how many others each mutant meets (default 2)")
+    add("--hold_out", type=float, metavar="FRACTION",
+        help="of proteins of a table of mutations that are left out, and written to a table")
     add("--weights", action="store_true", help="weigh pairs by their difference of scores")
     return parser
 
@@ -429,18 +467,25 @@ def main(argv):
     try:
         args = make_parser().parse_args(argv)
         check_options(args)
-        found, n_sequences = make_all(args)
+        found, n_sequences, held_out = make_all(args)
         check_output(args, found)
         entries, counts = make_entries(found, args)
         if args.pairs.suffix.lower() == ".jsonl":
             text = "\n".join(json.dumps(entry) for entry in entries)
         else:
             text = json.dumps(entries, indent=1)
+        if held_out:
+            of_held_out = table_of(held_out, args.pairs.parent)
+            write_text_atomic(held_out_file(args.pairs), of_held_out)
         write_text_atomic(args.pairs, text + "\n")
     except (ValueError, OSError) as error:
         print(f"pairs_from_scores.py: error: {error}", file=sys.stderr)
         return 2
     say_result(args, n_sequences, entries, counts)
+    if held_out:
+        n_variants = sum(len(protein.variants) for protein in held_out)
+        print(f"{n_variants:,} mutations of {len(held_out):,} other protein(s), held out, written "
+              f"to {held_out_file(args.pairs)}")
     return 0
 
 

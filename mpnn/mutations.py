@@ -2,6 +2,7 @@
 
     table = read_mutations("s2648.csv", measured="ddg")
     proteins, skipped = place_all(table)            # a Protein for each structure and chain
+    rest, held_out = hold_out(proteins, 0.2)        # by the sequence of the mutated chain
 
 A list has one variant per line, such as A12V or A12V:G45D; text after # is left out. A table (CSV,
 commas or tabs) has a column `mutation` with such variants, and perhaps pdb_file (path, relative to
@@ -12,6 +13,7 @@ are in one chain. Writes nothing. No model here.
 """
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import re
@@ -21,7 +23,7 @@ from typing import NamedTuple
 from mpnn.structures import Chain, Complex, Structure, read_structure
 from training.tables import (MAX_LISTED, check_cells, read_rows, read_table_text, refuse_lines,
                          table_columns)
-from sedd.sequences import AMINO_ACIDS, LETTERS
+from sedd.sequences import AMINO_ACIDS, LETTERS, decode
 
 OPTIONAL = ("pdb_file", "chain", "context")
 LARGEST = 1e100         # measured value, so that sums of squares stay finite
@@ -141,6 +143,34 @@ def place_all(table: MutationTable, structure: str | Path | None = None, chain: 
     if not proteins:
         raise ValueError(f"{table.path}: no variant fits its structure. Found {skipped[0]}.")
     return proteins, skipped
+
+
+def hold_out(proteins: list[Protein], fraction: float) -> tuple[list[Protein], list[Protein]]:
+    """Hold out some proteins, by a hash of the mutated chain's sequence.
+
+    A protein's side depends on nothing else: not on the other proteins, names, or a seed. Equal
+    sequences are on the same side.
+
+    Args:
+        fraction: 0 to 1, of proteins that are held out, on average.
+    Returns: the rest; those held out.
+    Raises: ValueError if either is empty.
+    """
+    rest = []
+    held_out = []
+    for protein in proteins:
+        letters = decode(protein.structure.chains[protein.chain].S)
+        digest = hashlib.sha256(letters.encode()).digest()
+        draw = int.from_bytes(digest[:8], "big") / 2**64
+        if draw < fraction:
+            held_out.append(protein)
+        else:
+            rest.append(protein)
+    if not rest or not held_out:
+        raise ValueError(f"found {len(proteins)} protein(s), of which {len(held_out)} would be "
+                         f"held out by the fraction {fraction:g}; expected some on both sides. "
+                         "Give more proteins, or another fraction.")
+    return rest, held_out
 
 
 def describe_skipped(table: MutationTable, skipped: list[str]) -> str:

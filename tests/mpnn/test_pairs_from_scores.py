@@ -1,12 +1,16 @@
 """pairs_from_scores.py: scored designs become pairs by the stated rules."""
 
+import hashlib
 import json
+from pathlib import Path
 
 import pytest
 
 from pairs_from_scores import main, make_pairs
-from sedd.sequences import decode
+from sedd.sequences import AMINO_ACIDS, decode
+from mpnn.mutations import read_mutations
 from mpnn.pairs import read_pairs
+from mpnn.structures import NAMES
 from mpnn_cases import Atoms
 
 TABLE = "pdb,sequence,score,chain\n"
@@ -176,6 +180,55 @@ def test_a_wrong_table_of_mutations_is_refused(text, options, said, small, capsy
     assert main([str(small / "m.csv"), str(small / "p.json"), *options]) == 2
     assert said in capsys.readouterr().err
     assert not (small / "p.json").exists()
+
+
+# Of 1-letter chains, the SHA-256 of these letters begins with a byte below 51 (a fifth of 256).
+HELD_OUT = [letter for letter in AMINO_ACIDS if hashlib.sha256(letter.encode()).digest()[0] < 51]
+
+
+@pytest.fixture
+def one_residue_each(tmp_path):
+    """A folder with structures of one residue, and a table of two mutations of each."""
+    rows = []
+    for letter, name in zip(AMINO_ACIDS, NAMES):
+        (tmp_path / f"{letter}.pdb").write_text(Atoms().add("A", 1, name).pdb())
+        others = AMINO_ACIDS.replace(letter, "")
+        rows += [f"{letter}.pdb,A,{letter}1{others[0]},1", f"{letter}.pdb,A,{letter}1{others[1]},"]
+    (tmp_path / "m.csv").write_text(DDG + "\n".join(rows) + "\n")
+    return tmp_path
+
+
+def held_out_run(folder, *options):
+    """(letters of the structures in the pairs, rows of the table that is held out)."""
+    (folder / "out").mkdir()
+    pairs = folder / "out" / "p.json"
+    assert main([str(folder / "m.csv"), str(pairs), *MEASURED, "--hold_out", "0.2", *options]) == 0
+    trained = {Path(entry["pdb_file"]).stem for entry in json.loads(pairs.read_text())}
+    table = read_mutations(folder / "out" / "p_held_out.csv", "ddg")
+    return trained, [variant.cells for variant in table.variants]
+
+
+def test_whole_proteins_are_held_out_by_the_hash_of_their_sequence(one_residue_each):
+    trained, rows = held_out_run(one_residue_each)
+    assert {row["mutation"][0] for row in rows} == set(HELD_OUT)
+    assert trained == set(AMINO_ACIDS) - set(HELD_OUT)
+
+
+def test_the_table_held_out_has_all_lines_of_its_proteins(one_residue_each):
+    _, rows = held_out_run(one_residue_each)
+    lines = [",".join(row.values()).removeprefix("../") for row in rows]
+    expected = [line for line in (one_residue_each / "m.csv").read_text().split()
+                if line[0] in HELD_OUT and line[1] == "."]
+    assert lines == expected
+
+
+@pytest.mark.parametrize("option, said", [
+    (["1.5"], "between 0 and 1"), (["0.2"], "expected some on both sides")])
+def test_a_part_that_cannot_be_held_out_is_refused(option, said, small, capsys):
+    (small / "m.csv").write_text(DDG + "small.pdb,A,M1A,1\n")
+    command = [str(small / "m.csv"), str(small / "p.json"), *MEASURED, "--hold_out", *option]
+    assert main(command) == 2
+    assert said in capsys.readouterr().err and not (small / "p.json").exists()
 
 
 # ---- designs of sample_proteinmpnn.py ----
