@@ -6,11 +6,12 @@ Run it to choose `memory.mixed_precision`.
     mpirun -n 2 python test_dtype.py    # every rank checks its device; rank 0 prints
     pytest test_dtype.py                # the same checks, on this machine's CPU
 
-Prints a table of dtypes, then a line PASS, FAIL or SKIP for each claim; the last line is the
-recommended setting. Errors are relative norms of the difference to the same computation in float64
-on the CPU: of a matrix product, and of the outputs and gradients of SEDD and ProteinMPNN, under
-autocast as in training. Exit code of every rank: 0, 3 if a claim failed on any rank, 2 for wrong
-arguments. Reads and writes no files.
+Prints a table of dtypes, then a line PASS, FAIL or SKIP for each claim, and how fast large matrices
+are multiplied, for `mfu` in the log of train_sedd_ddp.py; the last line is the recommended setting.
+Errors are relative norms of the difference to the same computation in float64 on the CPU: of a
+matrix product, and of the outputs and gradients of SEDD and ProteinMPNN, under autocast as in
+training. Exit code of every rank: 0, 3 if a claim failed on any rank, 2 for wrong arguments. Reads
+and writes no files.
 """
 if __name__ == "__main__":   # Ctrl-C during the imports below ends the script with one line
     import ddp_guard
@@ -33,6 +34,7 @@ from ddp_setup import Ddp, all_sum, autocast, broadcast, choose_dtype, grad_scal
 import mpnn.fast_cpu
 from mpnn.model import ProteinMPNN
 from training.config import Parser
+from training.peak import matmul_rows, measure_matmul
 from training.command_line import add_launch_arguments, started_ranks
 from sedd.diffusion import AbsorbingGraph, make_noise, sample, score_entropy_loss
 from sedd.fast_cpu import speed_up
@@ -84,6 +86,7 @@ class Row:
     networks: dict = field(default_factory=dict)    # model's name: NetworkErrors
     seconds: dict = field(default_factory=dict)     # "matmul" or model's name: best time
     tries: dict = field(default_factory=dict)       # model's name: steps to a finite gradient
+    rate: float | None = None                       # FLOP/s of a large matrix product
 
 
 def random_sedd(width, blocks, B, L):
@@ -196,23 +199,25 @@ def best_times(calls, ddp, limit):
     Calls alternate, for about `limit` seconds each, so that other work on the machine slows all
     alike. The first call of each does not count.
     """
-    def wait():
-        if ddp.device.type != "cpu":
-            getattr(torch, ddp.device.type).synchronize()
-
     best = dict.fromkeys(calls, math.inf)
     rounds = 0
     end = time.monotonic() + limit * len(calls)
     while rounds < 3 or time.monotonic() < end:
         for key, call in calls.items():
-            wait()
-            start = time.perf_counter()
+            start = now(ddp)
             call()
-            wait()
+            seconds = now(ddp) - start
             if rounds > 0:
-                best[key] = min(best[key], time.perf_counter() - start)
+                best[key] = min(best[key], seconds)
         rounds += 1
     return best
+
+
+def now(ddp):
+    """Seconds of the clock, after the device has finished its work."""
+    if ddp.device.type != "cpu":
+        getattr(torch, ddp.device.type).synchronize()
+    return time.perf_counter()
 
 
 def random_factors(ddp):
@@ -256,6 +261,10 @@ def measure_speeds(rows, ddp, limit):
                 rows[dtype].seconds[what] = seconds
         except RuntimeError as error:               # such as out of memory: no speed in the table
             print(f"{what} could not be timed: {first_line(error)}", file=sys.stderr)
+    for dtype in dict.fromkeys((FLOAT32, choose_dtype(True, ddp.device)[0])):   # of training
+        if rows[dtype].error is None:
+            rows[dtype].rate = measure_matmul(matmul_rows(ddp.device), dtype, ddp.device,
+                                              lambda: now(ddp))
 
 
 def matmul_calls(dtypes, ddp):
@@ -263,6 +272,12 @@ def matmul_calls(dtypes, ddp):
     a, b = random_factors(ddp)
     return {dtype: functools.partial(torch.matmul, a.to(ddp.device, dtype), b.to(ddp.device, dtype))
             for dtype in dtypes}
+
+
+def describe_rates(rows):
+    """Lines on the measured FLOP/s, as settings for a run's `mfu`."""
+    return [f"measured in {short_name(dtype)}, one rank: monitoring.matmul_tflops: "
+            f"{row.rate / 1e12:.3g}" for dtype, row in rows.items() if row.rate]
 
 
 def size_for_speed(name, ddp):
@@ -507,6 +522,8 @@ def report(ddp, limit):
     summary = (f"{len(failed)} of {len(CLAIMS)} claims failed. {reason}; true means "
                f"{short_name(choose_dtype(True, ddp.device)[0])}")
     print0(ddp, textwrap.fill(summary, WIDTH))
+    for line in describe_rates(rows):
+        print0(ddp, line)
     print0(ddp, f"recommended: memory.mixed_precision: {short_name(dtype)}")
     return failed
 

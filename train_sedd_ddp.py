@@ -37,7 +37,7 @@ from sedd.diffusion import make_graph, score_entropy_loss, stratified_times
 from sedd.evaluation import (TIME_EPS, Validation, evaluate, evaluate_start, result_lines, save,
                              write_samples)
 from sedd.fast_cpu import speed_up
-from sedd.model import EMA, SEDD, describe_memory
+from sedd.model import EMA, SEDD, describe_memory, flops_per_position
 from sedd.sequences import (N_TOKENS, X_ID, apply_max_length, collate, keyed_generator, keyed_seed,
                             random_crops)
 from sedd.weights import noise_of, start_from_weights, unused_noise_keys
@@ -52,6 +52,7 @@ from training.loop import (Run, after_step, check_alike, clip_gradient, fetch, g
                            is_finished, open_batches, set_learning_rate, start_run, step_optimizer)
 from training.meter import bad_steps_field, step_values
 from training.optimizer import state_bytes
+from training.peak import choose_peak
 from training.plan import describe_batch, describe_run, plan_head, plan_table, print_lines
 from training.precision import choose_precision, compile_blocks
 from training.resume import (ALWAYS_NEEDED, MAY_ALWAYS_CHANGE, bring_best, check_checkpoint,
@@ -129,6 +130,8 @@ class Monitoring(CommonMonitoring):
     n_samples: int = 8                   # proteins to sample; 0 = none
     sample_steps: int = 128
     predictor: Literal["euler", "analytic"] = "analytic"
+    matmul_tflops: float | None = None   # of a rank's device, as test_dtype.py measures it, for
+    #                                      `mfu` in the log; null: as published for some GPUs
 
 
 @dataclass
@@ -148,8 +151,8 @@ class Config:
 # Keys that may change when a run resumes. The number of ranks may change too: accum is adapted.
 # Paths of data and initial weights may change, but a hash of the content must stay the same.
 MAY_CHANGE = (*MAY_ALWAYS_CHANGE, "monitoring.sample_frequency", "monitoring.n_samples",
-              "monitoring.sample_steps", "monitoring.predictor", "data.file", "data.demo_proteins",
-              "training.init_from")
+              "monitoring.sample_steps", "monitoring.predictor", "monitoring.matmul_tflops",
+              "data.file", "data.demo_proteins", "training.init_from")
 PER_HOST = ("data.file", "training.num_workers", "memory.max_memory_per_gpu")   # may differ by host
 NEEDED = (*ALWAYS_NEEDED, "ema", "plan")    # what a checkpoint must hold
 
@@ -177,6 +180,9 @@ def check_config(config):
         problems.append(f"training.tokens_per_batch is {tokens}, data.max_length "
                         f"{config.data.max_length}; expected a budget that holds the longest "
                         "protein")
+    tflops = config.monitoring.matmul_tflops
+    if tflops is not None and not tflops > 0:
+        problems.append(f"monitoring.matmul_tflops is {tflops}; expected more than 0, in TFLOP/s")
     refuse(problems + check_least(config, least={
         "training": dict(tokens_per_batch=1, eval_samples=1), "optim": dict(ema=0),
         "model": dict(hidden_size=1, n_blocks=1, n_heads=1, cond_dim=1, init_logits=0),
@@ -324,11 +330,24 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False, stage=None):
         expected_count=expected_count)
     if not is_finished(run):
         reader.item_of(run.progress["step"], run.sampler.mine[0])   # raises if data is damaged
-    lines += describe_data(run, data, precision + compiled, ddp)
+    lines += describe_data(run, data, precision + compiled, ddp) + measure_mfu(run, ddp)
     print_lines(ddp, lines + describe_run(run, former.state, plan.counted_in, lr_batch, ddp))
     take_folder(run, ddp, fresh, ("checkpoints", "samples"))
     bring_best(run, ddp, "checkpoints/best.pt")
     return run
+
+
+def measure_mfu(run, ddp):
+    """Let the log have `mfu` if the rate of this rank's device is known; lines about it."""
+    peak, source = choose_peak(run.config.monitoring.matmul_tflops, run.dtype, ddp.device)
+    if peak is None:
+        return []
+
+    def flops_of(batch):
+        return batch["x0"].numel() * flops_per_position(run.bare, batch["x0"].shape[1])
+
+    run.meter.count_flops(flops_of, peak)
+    return [f"mfu: a fraction of {peak / 1e12:,.4g} TFLOP/s per rank, {source}"]
 
 
 def describe_data(run, data, precision, ddp):
@@ -417,8 +436,9 @@ def report_step(run, log, totals, norm, ddp):
     per_residue = float(loss_sum / residues.clamp(min=1))
     values = {"loss": loss, "perplexity": math.exp(min(per_residue, 50.0)),
               **step_values(run, norm, ddp)}
+    known = {"mfu": values["mfu"]} if "mfu" in values else {}
     log.progress(run.progress["step"], loss=loss, ppl=values["perplexity"],
-                 rate=values["residues_per_second"], **bad_steps_field(run))
+                 rate=values["residues_per_second"], **known, **bad_steps_field(run))
     if math.isfinite(loss):
         total, number = run.progress["recent"]
         run.progress["recent"] = [total + loss, number + 1]

@@ -15,9 +15,8 @@ data.max_length; "ours" the step of train_sedd_ddp.py; "compiled" the same with 
 (only on CUDA, or with --compile). Columns:
 
     residues/s  trained on, without padding; for DPO pairs/s
-    TFLOP/s     per position, padding included: 6 x the weights of all matrices applied to each
-                position (blocks and output, not those for the noise level) + 12 x blocks x width x
-                length for attention. Counts forward and backward, but no recomputation
+    TFLOP/s     per position, padding included, by flops_per_position of sedd/model.py. Counts
+                forward and backward, but no recomputation
     of matmul   TFLOP/s over the rate of one matrix product, which is measured and shown first. On a
                 CPU an upper bound: there the last products skip known residues
     waits       fraction of the time in which the step waits for its proteins
@@ -30,7 +29,6 @@ import contextlib
 import copy
 import io
 import json
-import statistics
 import sys
 import tempfile
 from pathlib import Path
@@ -42,12 +40,14 @@ from bench.card_all import check_world, run_all
 from bench.common import CONFIGS, SCRIPTS, now, say, training_of, write_prepared
 from bench.sedd import PlainSteps
 from ddp_setup import BAD_INPUT, choose_dtype
+from sedd.model import flops_per_position
 from training.config import Parser, load_config
 from training.finish import prepare_and_train
 from training.files import write_text_atomic
 from training.command_line import joined_ranks
 from training.precision import compile_blocks
 from training.meter import peak_memory
+from training.peak import matmul_rows, measure_matmul
 from training.loop import open_batches, take_step
 
 FAILED = 3   # exit code: a part of --all failed
@@ -59,17 +59,6 @@ MODELS = {   # name: (script, config, overrides)
     "dpo": ("dpo", "dpo_demo.yaml", ["model.random.hidden_size=128", "model.random.n_encoder=3",
                                      "model.random.n_decoder=3", "model.random.num_edges=48",
                                      "data.val_fraction=0"])}
-
-
-def flops_per_position(model, length):
-    """FLOP of a SEDD's forward and backward pass per position of a sequence of this length."""
-    weights = model.output_layer.linear.weight.numel()
-    for block in model.blocks:
-        for name, parameter in block.named_parameters():
-            if parameter.ndim == 2 and "adaLN" not in name:
-                weights += parameter.numel()
-    width = model.n_heads * model.head_dim
-    return 6 * weights + 12 * len(model.blocks) * width * length
 
 
 def time_steps(take, args, ddp):
@@ -88,13 +77,6 @@ def time_steps(take, args, ddp):
             take(args.warmup + repeat * args.steps + step)
         times.append(now(ddp) - start)
     return times, peak_memory(ddp.device)
-
-
-def measure_matmul(n, dtype, args, ddp):
-    """FLOP/s of the product of two (n, n) matrices."""
-    a, b = (torch.randn(n, n, device=ddp.device).to(dtype) for _ in range(2))
-    times, _ = time_steps(lambda step: a @ b, args, ddp)
-    return 2 * n**3 * args.steps / statistics.median(times)
 
 
 def time_ours(run, what, args, ddp):
@@ -296,11 +278,10 @@ def measure_card(args, ddp):
     if ddp.device.type == "cpu":
         torch.set_num_threads(1)
         name = "one CPU thread"
-        n = args.matmul or 1024
     else:
         name = getattr(torch, ddp.device.type).get_device_name(ddp.device)
-        n = args.matmul or 8192
-    matmul = measure_matmul(n, dtype, args, ddp)
+    n = args.matmul or matmul_rows(ddp.device)
+    matmul = measure_matmul(n, dtype, ddp.device, lambda: now(ddp), args.repeats)
     print(f"{name}, torch {torch.__version__}: {matmul / 1e12:.2f} TFLOP/s in products of "
           f"{n:,} x {n:,} matrices in {dtype_name(dtype)}\n{'model':<6}{'parameters':>10}  "
           f"{'dtype':<9}{'step':<9}{'residues/s':>12}{'TFLOP/s':>9}{'of matmul':>10}{'waits':>7}"

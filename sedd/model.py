@@ -402,6 +402,18 @@ class EMA:
 SAVED_BYTES = {"float32": 104, "16 bits": 68}   # for backward per position x width x block
 
 
+def flops_per_position(model, length):
+    """FLOP of a SEDD's forward and backward pass per position of a sequence of this length.
+
+    6 for each weight that is applied to each position (Kaplan et al. 2020, arXiv 2001.08361), which
+    are those of the blocks and the output, not those for the noise level; and attention's products:
+    12 x blocks x width x length (Chowdhery et al. 2022, arXiv 2204.02311, appendix B).
+    """
+    width = model.n_heads * model.head_dim
+    weights = len(model.blocks) * 12 * width**2 + width * model.vocab_size
+    return 6 * weights + 12 * len(model.blocks) * width * length
+
+
 def describe_memory(model, positions, in_float32, optimizer_bytes):
     """Lines about the memory that training takes on a rank.
 

@@ -22,6 +22,8 @@ def finish_run(run, log, ddp, reason, result, seconds, lines) -> dict:
     finished = run.progress["finished"]
     if finished:
         loss = f", training loss {result['loss']:.4f}" if "loss" in result else ""
+        if "mfu" in result:
+            loss += f", mfu {result['mfu']:.3f}"
         text = [f"Finished at step {result['step']:,} ({finished}) after {seconds / 60:.1f} "
                 f"min{loss}", *lines()]
         print_line("\n".join(text), write)

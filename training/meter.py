@@ -38,7 +38,7 @@ class StepMeter:
         log_freq: steps from one measurement of the layers to the next.
         layers: what is measured layer by layer, on rank 0: "gradients", "weights", both or none.
         with_histograms: whether histograms are made too.
-        seen: names of the last entries of a step's sums; throughput is reported for the first name.
+        seen: names of the last entries of a step's sums, whose throughput is reported.
     """
 
     def __init__(self, ddp, timing_every=0, log_freq=1, layers=(), with_histograms=False,
@@ -50,6 +50,8 @@ class StepMeter:
         self.with_histograms = with_histograms
         self.seen = seen
         self.reports = 0
+        self.flops_of = None     # see count_flops
+        self.peak = None
         self.laps = None    # of the step that is being timed: [(part, time stamp of its end)]
         self.restart()
 
@@ -58,10 +60,17 @@ class StepMeter:
         self.since = time.perf_counter()
         self.steps = 0
         self.waited = 0.0      # seconds for micro-batches
-        self.count = 0.0       # of what `seen` names first
+        self.flops = 0.0       # of this rank
+        self.counts = 0.0      # of what `seen` names
         self.timed = []        # laps of the timed steps
         self.norms = {}
         self.histograms = {}
+
+    def count_flops(self, flops_of, peak):
+        """Report MFU from now on. flops_of: function (micro-batch) -> FLOP of forward and backward
+        pass; peak: FLOP/s of this rank's device, see training.peak."""
+        self.flops_of = flops_of
+        self.peak = peak
 
     def fetch(self, batches, number, step):
         """Begin step `step`: the next `number` micro-batches of the iterator `batches`."""
@@ -71,6 +80,8 @@ class StepMeter:
             self.laps = [("", self._stamp())]
         fetched = [next(batches) for _ in range(number)]
         self.waited += time.perf_counter() - begin
+        if self.flops_of is not None:
+            self.flops += sum(map(self.flops_of, fetched))
         self.lap("data")
         return fetched
 
@@ -103,7 +114,7 @@ class StepMeter:
 
     def finish(self, sums):
         """End the step. sums: see training.loop.Totals."""
-        self.count = self.count + sums[-len(self.seen)]   # on the device
+        self.counts = self.counts + sums[-len(self.seen):]   # on the device
         self.lap("optimizer")
         if self.laps is not None:
             self.timed.append(self.laps)
@@ -133,8 +144,13 @@ class StepMeter:
     def report(self):
         """Metrics of the steps since the last report, by name. Collective if a step was timed."""
         seconds = time.perf_counter() - self.since
-        values = {"time/step": seconds / max(self.steps, 1), "data_wait": self.waited / seconds,
-                  f"{self.seen[0]}_per_second": float(self.count) / seconds, **self.norms}
+        values = {"time/step": seconds / max(self.steps, 1), "data_wait": self.waited / seconds}
+        counts = torch.as_tensor(self.counts).expand(len(self.seen)).tolist()
+        for name, count in zip(self.seen, counts):
+            values[f"{name}_per_second"] = count / seconds
+        if self.flops_of is not None:
+            values["mfu"] = self.flops / seconds / self.peak
+        values.update(self.norms)
         self.reports += 1
         if self.timed:
             values.update(self._compare_ranks())

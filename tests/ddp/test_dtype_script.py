@@ -61,10 +61,20 @@ def test_the_report_names_every_claim_and_ends_with_the_setting(monkeypatch, cap
     for name, network in script.NETWORKS.items():   # a step in a dtype not native may take long
         small = network._replace(size_on_cpu=network.size_for_errors)
         monkeypatch.setitem(script.NETWORKS, name, small)
+    monkeypatch.setattr(script, "matmul_rows", lambda device: 64)
     assert script.report(Ddp(), limit=0.02) == []
     lines = capsys.readouterr().out.splitlines()
     assert sum(line.startswith(("PASS ", "SKIP ")) for line in lines) == len(script.CLAIMS)
     config_with(lines[-1].removeprefix("recommended: ").replace(": ", "="))
+
+
+def test_a_measured_rate_is_printed_as_a_setting_of_training():
+    """2.5e11 FLOP/s are 0.25 TFLOP/s."""
+    table = rows()
+    table[torch.float32].rate = 2.5e11
+    line, = script.describe_rates(table)
+    setting = line.partition(": ")[2].replace(": ", "=")
+    assert config_with(setting).monitoring.matmul_tflops == 0.25
 
 
 def test_wrong_arguments_end_every_rank_with_an_error_and_measure_nothing(tmp_path):

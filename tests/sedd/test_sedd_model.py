@@ -4,12 +4,14 @@ import math
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from training import fast_linear
 from sedd_cases import CASES, entries, near, small_batch, small_model
 from sedd.diffusion import AbsorbingGraph, make_graph, score_entropy_loss
 from sedd.fast_cpu import speed_up
-from sedd.model import EMA, SEDD, load_official
+from sedd.model import EMA, SEDD, flops_per_position, load_official
 from training.config import CommonOptim
 from training.loop import rate_share
 
@@ -250,3 +252,15 @@ def test_averages_of_another_model_are_refused():
     ema = EMA(SEDD(22, 16, 1, 2, cond_dim=8).parameters())
     with pytest.raises(ValueError, match="index 0"):
         ema.load_state_dict({**saved, "shadow_params": saved["shadow_params"][::-1]})
+
+
+# ---- work ----
+
+def test_the_work_of_a_position_is_what_torch_counts():
+    """Of forward and backward pass; torch also counts the layers of the noise level, 0.1 %."""
+    model = SEDD(22, 32, 2, 4, cond_dim=4)
+    xt = torch.randint(0, 22, (2, 64))
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model(xt, torch.rand(2)).sum().backward()
+    expected = counter.get_total_flops() / xt.numel()
+    assert flops_per_position(model, 64) == pytest.approx(expected, rel=2e-3)

@@ -406,6 +406,17 @@ def test_a_config_that_names_no_proteins_is_refused_before_anything_is_written(t
     assert not list(tmp_path.iterdir())
 
 
+def test_a_run_tells_its_mfu_where_the_rate_is_known(fasta, tmp_path, capsys):
+    run(tiny(fasta, training__n_iters=2, training__log_freq=1, data__val_fraction=0,
+             monitoring__n_samples=0, monitoring__matmul_tflops=1e-3), tmp_path)
+    text = capsys.readouterr().out
+    first, last = [row["mfu"] for row in rows(tmp_path)]
+    assert "mfu: a fraction of 0.001 TFLOP/s per rank" in text
+    shown, = re.findall(r"step 1/2 .* mfu ([\d.]+)", text)
+    assert float(shown) == pytest.approx(first, rel=1e-3)
+    assert f", mfu {last:.3f}\n" in text   # at the end
+
+
 def test_a_plan_needs_no_proteins(capsys):
     train_sedd_ddp.main(["--config", str(ROOT / "configs" / "sedd_cpu.yaml"), "--plan", "1,2"])
     assert "steps per epoch are not known" in capsys.readouterr().out
@@ -793,6 +804,7 @@ def test_bad_input_is_refused_with_one_message_and_leaves_nothing(straight, fast
         ("training.tokens_per_batch=400", "expected one of the two"),
         ("training.num_epochs=2", "num_epochs 2; expected one of the two, and null for the other"),
         ("optim.scale=linear", "optim.base_global_batch None"),
+        ("monitoring.matmul_tflops=0", "matmul_tflops is 0.0; expected more than 0"),
         ("optim.decay_steps=9", "decay_steps is 9.0 with optim.decay none",
          "give optim.decay_steps=null"),
         ("training.stop_signals=[SIGTERM,SIGXCPU]", "stop_signals is ['SIGTERM', 'SIGXCPU']"),

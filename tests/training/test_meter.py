@@ -39,6 +39,18 @@ def test_layers_have_the_norms_of_the_mean_gradient_before_clipping_and_of_the_n
     assert sum(meter.histograms["histograms/weights/head"].counts) == WIDTH + 1
 
 
+def test_mfu_is_the_work_of_this_rank_by_its_time_and_the_peak():
+    """Three steps of two micro-batches, 5 FLOP for each of their rows, at a peak of 1,000 FLOP/s"""
+    meter = StepMeter(Ddp())
+    meter.count_flops(lambda batch: 5.0 * len(batch["y"]), 1000.0)
+    run = toy(meter=meter)
+    rows = 0
+    for step, _ in enumerate(steps(run, 3)):
+        rows += sum(len(Rows()[step, micro]["y"]) for micro in range(2))
+    found = meter.report()
+    assert found["mfu"] == pytest.approx(5 * rows / (3 * found["time/step"]) / 1000)
+
+
 def measured(ddp):
     """[weights and norms of a run, those of one that is measured, what was measured]. Rank 1
     computes much, and at a time takes 200 MB more."""
