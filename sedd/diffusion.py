@@ -76,7 +76,7 @@ def stratified_times(n, offset, permutation, eps=1e-3):
     Returns t (n,) float64; each is uniform on [eps, 1] if offset is uniform, so the loss stays
     unbiased and its variance falls. An average over [eps, 1] times (1 - eps) is the integral.
     """
-    return eps + (1 - eps) * ((permutation.double() + offset) / n % 1)
+    return eps + (1 - eps) * ((permutation.double() + offset) / n)
 
 
 # ---- graphs ----

@@ -5,9 +5,10 @@ import re
 
 import numpy as np
 import pytest
+import torch
 
 from sedd import batches as module
-from sedd.batches import BatchPlan, BatchReader, eval_batches, sum_rows
+from sedd.batches import BatchPlan, BatchReader, eval_batches, sum_rows, to_device
 from sedd.sequences import Proteins, read_sequences
 
 BUDGETS = pytest.mark.parametrize("budget", [dict(tokens=4096), dict(batch_size=12)])
@@ -143,6 +144,23 @@ def test_the_plan_is_a_function_of_seed_and_epoch_and_any_step_is_reached_direct
         assert found.keys.tolist() == (first + second)[at]
 
 
+@pytest.mark.parametrize("field", ["work", "windows", "window_steps", "tops", "sizes"])
+def test_a_plan_of_other_micro_batches_has_another_identity(field):
+    plan = plan_of([30, 40] * 20, batch_size=2).plan
+    before = plan.identity()
+    setattr(plan, field, getattr(plan, field) + 1)
+    assert plan.identity() != before
+
+
+@pytest.mark.parametrize("others", [[50, 50, 90], [40, 60, 91], [40, 60, 80]])
+def test_lengths_for_which_the_plan_was_not_made_are_refused(others):
+    """Of as many residues, of as much work (all above 64 are cropped), of neither."""
+    reader = plan_of([40, 60, 90], 64, 1, batch_size=1)
+    damaged = Proteins.from_sequences(["A" * length for length in others])
+    with pytest.raises(OSError, match="lengths.bin of the data is damaged"):
+        sum_rows(damaged, reader.plan)
+
+
 FEW, MANY = (random_lengths(n) for n in (150, 400))     # none is left out; some are
 
 
@@ -201,3 +219,12 @@ def test_evaluation_takes_each_protein_once_within_the_budget_and_hardly_pads(re
     computed = [len(batch) * int(lengths[batch].max()) for batch in batches]
     assert max(computed) <= tokens
     assert tokens == 10**7 or 1 - lengths.sum() / sum(computed) < 0.02
+
+
+@pytest.mark.parametrize("dtype, expected", [
+    (torch.float64, torch.float64), (torch.float32, torch.float32),
+    (torch.bfloat16, torch.float32)])
+def test_noise_levels_have_the_dtype_of_the_model_but_no_less_than_32_bits(dtype, expected):
+    levels = torch.tensor([0.1], dtype=torch.float64)
+    moved = to_device({"sigma": levels, "dsigma": levels}, torch.device("cpu"), dtype)
+    assert moved["sigma"].dtype == moved["dsigma"].dtype == expected

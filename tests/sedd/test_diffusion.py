@@ -6,7 +6,7 @@ import torch
 
 from sedd_cases import BOTH_GRAPHS, CASES, entries, near, seeded
 from sedd.diffusion import (AbsorbingGraph, independent_log_score, make_graph, make_noise, sample,
-                            score_entropy_loss)
+                            score_entropy_loss, stratified_times)
 
 FIXTURE_NOISE = {"loglinear": dict(eps=1e-3), "geometric": dict(sigma_min=1e-5, sigma_max=20.0)}
 PREDICTORS = pytest.mark.parametrize("predictor", ["euler", "analytic"])
@@ -51,6 +51,13 @@ def test_cosine_noise_leaves_only_eps_of_the_residues_clean_at_the_end():
     sigma, _ = make_noise("cosine", eps=1e-9)(torch.tensor([0, 0.5, 1], dtype=torch.float64))
     clean = torch.tensor([1, math.cos(math.pi / 4), 1e-9], dtype=torch.float64)
     near(torch.exp(-sigma), clean, rtol=1e-6)
+
+
+@pytest.mark.parametrize("offset", [0.0, 0.3, 0.999])
+def test_of_the_times_of_a_batch_each_is_in_its_own_part_of_the_whole(offset):
+    parts = torch.tensor([3, 0, 4, 2, 1])
+    times = stratified_times(5, offset, parts, eps=0.5)     # parts of a tenth, from 0.5 to 1
+    near(times, 0.5 + 0.1 * (parts.double() + offset), rtol=1e-12)
 
 
 # ---- graphs and score entropy against the official code ----
@@ -249,6 +256,18 @@ def test_an_euler_step_has_the_rate_of_its_beginning():
     share = float(rate) / 4 * 20 * 0.02     # of 20 letters with the score 0.02
     found = float((seen[0] != graph.mask_id).double().mean())
     assert found == pytest.approx(share, abs=4 * (share * (1 - share) / B) ** 0.5)
+
+
+def test_the_last_draw_removes_all_noise_whatever_the_predictor():
+    graph = make_graph("uniform", 6)
+    p = torch.eye(6, dtype=torch.float64)[2]     # the data are this token alone
+
+    def exact(xt, sigma):
+        return independent_log_score(p, sigma.double(), xt, graph)
+
+    x = sample(exact, graph, make_noise("loglinear"), (1000, 1), 1, "euler", generator=seeded(),
+               eps=0.5)
+    assert (x == 2).all()
 
 
 @BOTH_GRAPHS

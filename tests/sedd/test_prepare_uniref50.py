@@ -239,6 +239,17 @@ def test_a_finished_folder_is_left_alone_and_one_of_other_settings_or_contents_r
     assert contents(tmp_path) == before
 
 
+@pytest.mark.parametrize("place", [0, -1])
+def test_another_beginning_or_end_of_a_long_file_gives_another_digest(tmp_path, place):
+    file = tmp_path / "long.fasta"
+    text = bytearray(b"A" * 3_000_000)
+    file.write_bytes(text)
+    before = prepare_uniref50.digest_of(file)
+    text[place] = ord("C")
+    file.write_bytes(text)
+    assert prepare_uniref50.digest_of(file) != before
+
+
 def test_two_at_once_on_one_folder_are_refused_and_a_disk_without_locks_is_named_and_used(
         tmp_path, out, file, capsys, monkeypatch):
     collect = prepare_uniref50.collect

@@ -88,6 +88,27 @@ def test_a_whole_folder_is_accepted(folder):
     check_prepared(folder, 0.2, 1)
 
 
+def test_a_whole_folder_is_accepted_when_it_is_read_in_pieces(folder, monkeypatch):
+    monkeypatch.setattr(prepared, "READ_BYTES", 64)
+    beats = []
+    check_prepared(folder, alive=lambda: beats.append(1))
+    assert len(beats) > 5    # it has shown that it goes on
+
+
+@pytest.mark.parametrize("settings, says", [
+    ((0.3, 1), "val_fraction is 0.3, but .* with 0.2"), ((0.2, 5), "min_length is 5, but .* with 1")])
+def test_a_folder_of_other_settings_is_refused(folder, settings, says):
+    with pytest.raises(ValueError, match=says):
+        check_prepared(folder, *settings)
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_other_keys_are_noticed(folder, name):
+    path = folder / name / "keys.bin"
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    assert f"{name} is damaged or was changed: keys.bin" in refusal(folder)
+
+
 @pytest.mark.parametrize("name", [f"{name}/{part}" for name in SETS for part in PARTS])
 @pytest.mark.parametrize("more", [-1, 1])
 def test_a_file_of_another_size_is_named(folder, name, more):
@@ -103,10 +124,22 @@ def test_a_folder_of_another_alphabet_is_refused(folder):
     assert "letters is" in refusal(folder)
 
 
-def test_other_letters_are_noticed_in_the_part_that_is_read(folder, monkeypatch):
-    monkeypatch.setattr(prepared, "LETTERS_READ", 500)
+@pytest.mark.parametrize("n_read", [60, 500])   # the whole has more than 60 of the letter 0
+def test_other_letters_are_noticed_in_the_part_that_is_read(folder, n_read, monkeypatch):
+    monkeypatch.setattr(prepared, "LETTERS_READ", n_read)
     with open(folder / "train" / "tokens.bin", "r+b") as file:
-        file.write(bytes(500))
+        file.write(bytes(n_read))
+    assert "tokens.bin holds other letters" in refusal(folder)
+
+
+def test_one_letter_more_than_there_are_is_noticed_in_the_part_that_is_read(folder, monkeypatch):
+    path = folder / "train" / "tokens.bin"
+    *tokens, last = path.read_bytes()
+    monkeypatch.setattr(prepared, "LETTERS_READ", len(tokens))
+    other = (last + 1) % 20
+    changed = tokens.index((last + 2) % 20)
+    tokens[changed] = other
+    path.write_bytes(bytes([*tokens, last]))
     assert "tokens.bin holds other letters" in refusal(folder)
 
 

@@ -11,8 +11,8 @@ import train_dpo_ddp
 import train_sedd_ddp
 from launchers import ROOT
 from training.config import (KEYS_OF, CommonMemory, CommonMonitoring, CommonOptim, CommonTraining,
-                             DdpSection, Parser, check_common, check_least, config_items,
-                             config_to_dict, load_config, refuse)
+                             DdpSection, Parser, check_common, check_least, config_differences,
+                             config_items, config_to_dict, load_config, refuse)
 
 
 @dataclass
@@ -134,6 +134,17 @@ def test_a_bad_override_is_refused_as_typed(tmp_path, override, says):
     message = refusal(tmp_path, "seed: 1", override)
     assert "command line" in message and override in message and says in message
     assert "config.yaml" not in message
+
+
+@pytest.mark.parametrize("accum, differences", [(1, []), (4, ["training.accum: 1 -> 4"])])
+def test_a_key_that_a_former_config_lacks_counts_as_its_default(accum, differences):
+    former = {"name": "demo", "training": {"batch_size": None}}
+    assert config_differences(former, Config(training=Training(accum=accum))) == differences
+
+
+def test_a_key_that_there_is_no_longer_is_a_difference():
+    former = {"optim": {"lr": 3e-4, "momentum": 0.9}}
+    assert config_differences(former, Config()) == ["optim.momentum: 0.9 -> (absent)"]
 
 
 # ---- checks that all training scripts share ----

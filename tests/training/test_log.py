@@ -2,14 +2,22 @@
 ranks."""
 
 import contextlib
+import dataclasses
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 import training.log
 from ddp_setup import Ddp
+from training.config import CommonMonitoring
 from training.files import CannotWrite
-from training.log import RunLog, show_progress
+from training.log import RunLog, open_log, read_rows, show_progress
+
+
+@dataclasses.dataclass
+class Config:
+    monitoring: CommonMonitoring = dataclasses.field(default_factory=CommonMonitoring)
 
 
 def test_a_row_is_in_the_file_as_soon_as_metrics_returns_with_null_for_nan_and_infinity(tmp_path):
@@ -41,6 +49,23 @@ def test_a_row_for_which_there_is_no_room_ends_the_run_in_a_sentence(tmp_path):
         log.metrics(1, {"loss": 1.0})
     with contextlib.suppress(OSError):   # the row is still in the buffer
         log.file.close()
+
+
+@pytest.mark.parametrize("continued_from, kept", [("last.pt", [0, 3, 4]), (None, [])])
+def test_rows_after_the_step_that_a_run_goes_on_from_are_dropped(continued_from, kept, tmp_path):
+    """Of a new run, all: they are of a run that came to no checkpoint."""
+    lines = [f'{{"step": {step}}}\n' for step in (0, 3, 4, 5, 9)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    run = SimpleNamespace(config=Config(), work_dir=tmp_path, n_iters=9, progress={"step": 4},
+                          continued_from=continued_from)
+    open_log(run, Ddp()).close()
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == kept
+
+
+def test_a_row_that_a_kill_cut_off_is_dropped(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}')
+    RunLog(tmp_path, True, 9).truncate(5)
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0}\n'
 
 
 def test_other_ranks_write_and_print_nothing(tmp_path, capsys):

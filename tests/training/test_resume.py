@@ -86,14 +86,21 @@ def test_weights_of_other_shapes_are_refused():
     assert "2 tensors differ, first weight: (3, 2) in the file, (2, 2) by the config" in text
 
 
-def test_weights_that_are_not_finite_are_refused():
-    spoilt = {"weight": torch.ones(2, 2), "bias": torch.tensor([0.0, torch.nan])}
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
+def test_weights_that_are_not_finite_are_refused(number):
+    spoilt = {"weight": torch.ones(2, 2), "bias": torch.tensor([0.0, number])}
     assert "1 tensors of the model hold nan or infinite" in refusal(saved(model=spoilt))
 
 
-def test_other_data_are_refused():
-    with pytest.raises(ValueError, match="other pairs, or in another order .5, hash a; now 6, b"):
-        check_data(saved(), "pairs", {"n": 6, "hash": "b"}, "--init_from last.pt")
+@pytest.mark.parametrize("n, name", [(6, "b"), (6, "a"), (5, "b")])
+def test_other_data_are_refused(n, name):
+    says = f"other pairs, or in another order .5, hash a; now {n}, {name}"
+    with pytest.raises(ValueError, match=says):
+        check_data(saved(), "pairs", {"n": n, "hash": name}, "--init_from last.pt")
+
+
+def test_the_same_data_are_accepted():
+    check_data(saved(), "pairs", {"n": 5, "hash": "a"}, "--init_from last.pt")
 
 
 def test_a_new_run_takes_accum_micro_batches_per_rank():
@@ -129,6 +136,12 @@ def test_no_run_starts_while_it_is_asked_to_stop(tmp_path):
     (tmp_path / "STOP").touch()
     with pytest.raises(ValueError, match="was asked to stop"):
         find_checkpoint(tmp_path, None, False, Config(), ())
+
+
+def test_a_run_that_is_begun_anew_does_not_heed_the_stop_of_the_former_one(tmp_path):
+    (tmp_path / "STOP").touch()
+    (tmp_path / "config.yaml").touch()
+    assert find_checkpoint(tmp_path, None, True, Config(), ()) is None
 
 
 def test_another_machine_is_told_by_what_may_change_the_last_bits():
