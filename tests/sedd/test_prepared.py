@@ -96,7 +96,8 @@ def test_a_whole_folder_is_accepted_when_it_is_read_in_pieces(folder, monkeypatc
 
 
 @pytest.mark.parametrize("settings, says", [
-    ((0.3, 1), "val_fraction is 0.3, but .* with 0.2"), ((0.2, 5), "min_length is 5, but .* with 1")])
+    ((0.3, 1), "val_fraction is 0.3, but .* with 0.2"),
+    ((0.2, 5), "min_length is 5, but .* with 1")])
 def test_a_folder_of_other_settings_is_refused(folder, settings, says):
     with pytest.raises(ValueError, match=says):
         check_prepared(folder, *settings)
