@@ -53,6 +53,7 @@ from training.pair_files import try_all
 from training.pair_plan import PairPlan
 from training.plan import describe_batch, describe_run, plan_head, plan_table, print_lines
 from training.precision import choose_precision
+from training.profile import StepProfile
 from training.resume import (ALWAYS_NEEDED, MAY_ALWAYS_CHANGE, bring_best, check_checkpoint,
                              check_data, count_micro_batches, hash_of, save_run,
                              start_or_continue)
@@ -442,6 +443,7 @@ def train(run, ddp):  # noqa: C901  (the loop of a run on one screen, in the ord
         return say_finished(run, ddp, lambda row, folder: result_lines(row, progress, folder))
     progress["finished"] = ""   # n_iters may have been raised
     log = open_log(run, ddp)
+    profile = StepProfile(run, log)
     make_tables(run, ddp)
     began = time.perf_counter()
     epoch_began = began
@@ -454,6 +456,7 @@ def train(run, ddp):  # noqa: C901  (the loop of a run on one screen, in the ord
     batches = open_batches(run, dataset, loss_of, ddp)
     reason = stop_reason(ddp, progress["step"])
     while not progress["finished"] and not reason:
+        profile.begin(progress["step"] + 1)
         set_learning_rate(run)
         micro_batches = fetch(run, batches)
         totals, norm = global_gradient(run.model, micro_batches, loss_of, ddp, run.expected_count,
@@ -491,6 +494,7 @@ def train(run, ddp):  # noqa: C901  (the loop of a run on one screen, in the ord
                      sums=run.sums.tolist())
         if report:   # do not count evaluation and saving as time of training
             run.meter.restart()
+    profile.close()
     result = {"step": progress["step"], **values}
     return finish_run(run, log, ddp, reason, result, time.perf_counter() - began,
                       lambda: result_lines(result, progress, run.work_dir))

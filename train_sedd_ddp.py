@@ -55,6 +55,7 @@ from training.optimizer import state_bytes
 from training.peak import choose_peak
 from training.plan import describe_batch, describe_run, plan_head, plan_table, print_lines
 from training.precision import choose_precision, compile_blocks
+from training.profile import StepProfile
 from training.resume import (ALWAYS_NEEDED, MAY_ALWAYS_CHANGE, bring_best, check_checkpoint,
                              check_data, count_micro_batches, start_or_continue)
 
@@ -383,6 +384,7 @@ def train(run, ddp):  # noqa: C901  (the loop of a run on one screen, in the ord
         return say_finished(run, ddp, lambda row, folder: result_lines(row, progress, folder))
     progress["finished"] = ""   # a finished run continues if n_iters was raised
     log = open_log(run, ddp)
+    profile = StepProfile(run, log)
     evaluate_start(run, log, ddp)
 
     def loss_of(model, batch):
@@ -395,6 +397,7 @@ def train(run, ddp):  # noqa: C901  (the loop of a run on one screen, in the ord
     values = {}
     reason = stop_reason(ddp, progress["step"])
     while not progress["finished"] and not reason:
+        profile.begin(progress["step"] + 1)
         set_learning_rate(run)
         micro_batches = fetch(run, batches)
         # of the mean loss over the micro-batches of all ranks, and the sums that this needs
@@ -424,6 +427,7 @@ def train(run, ddp):  # noqa: C901  (the loop of a run on one screen, in the ord
             save(run, log, ddp, "last.pt", training.keep_last)
         if report:   # evaluation, saving and sampling are not counted as training
             run.meter.restart()
+    profile.close()
     result = {"step": progress["step"], **values}
     return finish_run(run, log, ddp, reason, result, time.perf_counter() - began,
                       lambda: result_lines(result, progress, run.work_dir))

@@ -47,6 +47,7 @@ from training.files import read_text
 MOST_YAML_BYTES = 1 << 20    # of a config; ours have 2 KB
 MOST_LISTED = 20             # problems of a config
 MOST_STEPS = 10**12          # of a run: a thousand a second for 30 years
+MOST_PROFILED = 50           # steps of a trace, which is in memory up to its end: MBs a step
 MOST_WORKERS = 256           # processes of a rank that prepare batches
 # Values in messages: a file of a few bytes of YAML can hold a value that prints without end.
 SHORT = reprlib.Repr()
@@ -225,6 +226,7 @@ class CommonTraining:
     stop_signals: tuple[str, ...] = ("SIGTERM", "SIGUSR1", "SIGINT")   # the run saves and stops
     patience: int | None = None          # evaluations without improvement that stop the run early
     min_delta: float = 0.0               # nats (per residue, per pair) that count as improvement
+    profile: str | None = None           # "10:13": a trace of steps 10 to 13, see profile.py
     seed: int = 0
 
 
@@ -338,10 +340,26 @@ def check_common(config) -> list[str]:  # noqa: C901  (one `if` per key, nothing
     if training.num_workers > MOST_WORKERS:
         problems.append(f"training.num_workers is {training.num_workers}; expected at most "
                         f"{MOST_WORKERS} per rank")
+    if training.profile is not None:
+        try:
+            profiled_steps(training.profile)
+        except ValueError as error:
+            problems.append(str(error))
     if not set(training.stop_signals) <= set(STOP_SIGNALS):
         problems.append(f"training.stop_signals is {list(training.stop_signals)}; expected some of "
                         f"{', '.join(STOP_SIGNALS)}")
     return problems
+
+
+def profiled_steps(text) -> tuple[int, int]:
+    """First and last step of a training.profile such as "10:13". Raises: ValueError."""
+    numbers = re.fullmatch(r"([1-9]\d{0,11}):([1-9]\d{0,11})", text)
+    if numbers:
+        first, last = map(int, numbers.groups())
+        if first <= last < first + MOST_PROFILED:
+            return first, last
+    raise ValueError(f"training.profile is {text!r}; expected the first and the last step of a "
+                     f"trace, such as 10:13, at most {MOST_PROFILED} steps")
 
 
 def check_least(config, least=None) -> list[str]:

@@ -30,7 +30,7 @@ from training.watch import note_saved
 MAY_ALWAYS_CHANGE = ("training.n_iters", "training.num_epochs", "training.eval_freq",
                      "training.log_freq", "training.snapshot_freq", "training.snapshot_minutes",
                      "training.keep_last", "training.max_bad_steps", "training.stop_signals",
-                     "training.num_workers",
+                     "training.num_workers", "training.profile",
                      "monitoring.watchdog_minutes", "monitoring.check_sync_every",
                      "monitoring.tensorboard", "monitoring.wandb", "monitoring.timing_every",
                      "monitoring.log_gradients", "monitoring.log_weights", "memory.compile",

@@ -197,6 +197,8 @@ def texts_on(*overrides, least=None):
     (["model.dropout=1"], "model.dropout is 1.0"),
     (["data.val_fraction=1"], "data.val_fraction is 1.0"),
     (["training.stop_signals=[SIGKILL]"], "training.stop_signals is ['SIGKILL']"),
+    *[([f"training.profile={text}"], "training.profile is ")
+      for text in ("10", "0:3", "13:10", "1:51", "a:b", "1:2:3", "''")],
     (["ddp.bucket_cap_mb=0"], "ddp.bucket_cap_mb is 0"),
     (["training.keep_last=0"], "training.keep_last is 0")])
 def test_a_value_that_makes_no_sense_is_named(overrides, found):
