@@ -11,14 +11,13 @@ import torch
 from ddp_setup import all_sum, autocast
 from training.resume import save_run
 from training.files import write_text_atomic
-from sedd.diffusion import independent_log_score, sample, score_entropy_loss
+from sedd.bounds import TIME_EPS, Unigram
+from sedd.diffusion import sample, score_entropy_loss
 from sedd.batches import eval_batches, to_device
-from sedd.sequences import (X_ID, collate, decode, keyed_generator, keyed_seed, random_crops,
-                            unigram_frequencies)
+from sedd.sequences import X_ID, collate, decode, keyed_generator, keyed_seed, random_crops
 from training.loop import ADVICE, Diverged, eval_mode, record_score
 from training.watch import beat
 
-TIME_EPS = 1e-3       # t is drawn from [TIME_EPS, 1], as the weight of the loss, 1/t, diverges at 0
 SAMPLED_POSITIONS = 2**14   # positions of proteins that are sampled together, to limit memory
 EVAL_PROTEINS = 16    # proteins of max_length in an evaluation batch, without tokens_per_batch
 LITTLE = 0.02         # nats per residue; a model that gains less on the unigram hardly learned
@@ -27,11 +26,7 @@ LITTLE = 0.02         # nats per residue; a model that gains less on the unigram
 class BoundEstimator:
     """Upper bounds on -ln p(x0) of proteins; what does not depend on the model is computed once.
 
-    Most of the variance comes from how many residues the noise happens to change, which affects
-    every model alike. So the unigram model, whose scores and likelihood are known exactly, gets the
-    same noise, and the bound is its exact -ln p plus the estimated difference between the models (a
-    control variate: no bias, several times less variance). For times below TIME_EPS, where no score
-    is learned, the bound thereby uses the unigram model, and so is valid for any noise schedule.
+    The unigram model gets the same noise: it is the control variate, see Unigram.
 
     counts: (n,) int64, residues that count (not X). unigram_nll: (n,) float64, -ln p in nats by the
     letter frequencies. baseline: (n,) float64: bound = baseline - mean of gains.
@@ -50,21 +45,11 @@ class BoundEstimator:
         self.batches = eval_batches(proteins.lengths, proteins.lengths.max(initial=tokens))
         rows = [proteins[i] for i in range(len(proteins))]
         self.counts = np.array([(row != X_ID).sum() for row in rows])
-        frequencies = np.append(unigram_frequencies(letter_counts), 0.0)   # 0 for X, never a target
-        nll = -np.log(np.append(frequencies[:X_ID], 1.0))                  # of each token, in nats
+        self.unigram_model = Unigram(letter_counts, graph, noise)
+        nll = self.unigram_model.nll
+        cost = self.unigram_model.baseline
         self.unigram_nll = np.array([nll[row].sum() for row in rows])
-        self.frequencies = torch.from_numpy(frequencies)
-        cost = nll if graph.absorb else self._uniform_cost(nll)
         self.baseline = torch.tensor([cost[row].sum() for row in rows], dtype=torch.float64)
-
-    def _uniform_cost(self, nll):
-        """Baseline in nats of each token in the uniform graph. The prior at t = 1 is uniform: it
-        replaces the unigram model's own distribution of noised tokens."""
-        graph = self.graph
-        sigma1 = self.noise(torch.ones(1, dtype=torch.float64))[0]
-        p1 = graph.transition(torch.arange(graph.n_tokens)[None], sigma1)[0]       # (n_tokens, V)
-        own_prior = (torch.xlogy(p1, p1) - torch.xlogy(p1, self.frequencies @ p1)).sum(-1).numpy()
-        return np.where(nll > 0, nll - own_prior + graph.prior_kl(sigma1), 0.0)
 
     @torch.no_grad()
     def gains(self, model, ddp, dtype):
@@ -81,7 +66,7 @@ class BoundEstimator:
                     batch = self._noised(x0, mask, indices, k)
                     loss = self._loss(model, batch, ddp, dtype)
                     beat(ddp)
-                    unigram = self._unigram_loss(batch)
+                    unigram = self.unigram_model.loss(batch)
                     gains[indices, k] = (unigram - loss.double().cpu()) * (1 - TIME_EPS)
         return all_sum(gains, ddp)
 
@@ -99,14 +84,6 @@ class BoundEstimator:
         batch = to_device(batch, ddp.device, next(model.parameters()).dtype)
         with autocast(dtype, ddp):
             log_score = model(batch["xt"], batch["sigma"], None if no_padding else batch["mask"])
-        loss, _ = score_entropy_loss(log_score, batch["sigma"], batch["dsigma"], batch["xt"],
-                                     batch["x0"], self.graph, batch["weight"])
-        return loss
-
-    def _unigram_loss(self, batch):
-        """(B,) loss of the unigram model on a batch, in nats, float64 on the CPU."""
-        log_score = independent_log_score(self.frequencies, batch["sigma"], batch["xt"],
-                                          self.graph)
         loss, _ = score_entropy_loss(log_score, batch["sigma"], batch["dsigma"], batch["xt"],
                                      batch["x0"], self.graph, batch["weight"])
         return loss
