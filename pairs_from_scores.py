@@ -60,7 +60,7 @@ from typing import NamedTuple
 from mpnn.mutation_pairs import KINDS, Rules, mutated, pair_mutations
 from mpnn.mutations import describe_skipped, hold_out, place_all, read_mutations
 from mpnn.settings import name_of, structure_files
-from training.tables import (MAX_LISTED, check_cells, read_rows, read_table_text, refuse_lines,
+from training.tables import (MAX_LISTED, check_cells, read_rows, read_table_text, refuse_all,
                              table_columns)
 from sedd.sequences import LETTERS, named_sequences
 from training.config import Parser
@@ -94,7 +94,7 @@ def read_designs(path: Path, column: str = "score") -> dict:
             add_design(designs, place, sequence, score)
         except ValueError as error:
             problems.append(f"line {line}: {error}")
-    refuse_lines(path, problems)
+    refuse_all(path, problems)
     if not designs:
         raise ValueError(f"{path} holds no design; expected lines below the header.")
     return designs
@@ -191,7 +191,7 @@ def read_folder(args) -> dict:
             add_design(designs, place, sequence, parse_score(cells[args.score]))
         except ValueError as error:
             problems.append(f"line {line}: {error}")
-    refuse_lines(args.table, problems)
+    refuse_all(args.table, problems)
     n_scored = sum(len(scores) for scores in designs.values())
     if not n_scored:
         raise ValueError(f"{args.table} holds no score; expected lines below the header.")
@@ -230,12 +230,14 @@ def fasta_designs(folder, structures):
         first, _ = sequences[0]
         chains = names_in(first, "designed_chains", file)
         context = names_in(first, "fixed_chains", file)
+        problems = []
         for header, text in sequences:
             try:
                 placed = place_sequence(structure, chains, context, parse_sequence(text))
+                found.append((file.stem, header, *placed))
             except ValueError as error:
-                raise ValueError(f"{file}, {header:.60}: {error}.") from None
-            found.append((file.stem, header, *placed))
+                problems.append(f"{header:.60}: {error}.")
+        refuse_all(file, problems, "sequences")
     return found
 
 

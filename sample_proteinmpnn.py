@@ -111,7 +111,7 @@ from mpnn.mutations import describe_skipped, place_all, read_mutations
 from mpnn.published import find_weights
 from mpnn.settings import (PER_STRUCTURE, Design, letter_bias, name_of, read_json,
                            structure_files)
-from training.tables import MAX_LISTED
+from training.tables import MAX_LISTED, refuse_all
 from mpnn.variant_tables import (SCORE, Scoring, all_single_mutations, check_measured,
                                  correlate_proteins, score_proteins, table_text)
 from mpnn.variants import log_probs_decoded_last
@@ -617,13 +617,15 @@ def read_designs(paths, args, ca_only):
               for option in PER_STRUCTURE if getattr(args, option)}
     bias = letter_bias(args)
     designs = []
+    problems = []
     for path in paths:
         try:
             designs.append(Design(path, args, bias, tables, ca_only))
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             if len(paths) == 1:
                 raise
-            raise ValueError(f"{path}: {error}") from None
+            problems.append(f"{path}: {error}")
+    refuse_all("the structures", problems, "of them")
     for option, table in tables.items():
         others = sorted(set(table) - {design.name for design in designs})
         if others:
@@ -636,9 +638,13 @@ def read_given(args, design):
     """[(header, S (L,))] of the sequences of --score_only, as of one structure."""
     given = []
     for path in args.score_only or ():
+        problems = []
         for number, (head, text) in enumerate(named_sequences(path), 1):
-            name = f"{path}, sequence {number} ({head:.40})"
-            given.append((head, design.ids(text, name)))
+            try:
+                given.append((head, design.ids(text, f"sequence {number} ({head:.40})")))
+            except ValueError as error:
+                problems.append(str(error))
+        refuse_all(path, problems, "sequences")
     return given
 
 

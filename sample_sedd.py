@@ -47,6 +47,7 @@ from training.files import write_text_atomic, writing
 from training.log import progress_bar
 from training.command_line import add_launch_arguments
 from training.launch import start_ranks_if_asked
+from training.tables import refuse_all
 from sedd.diffusion import sample
 from sedd.evaluation import BoundEstimator, draw_lengths, perplexity
 from sedd.weights import export_sedd, load_sedd
@@ -60,7 +61,6 @@ BLOCK = 2000            # sequences that are scored together; results are writte
 PATIENCE = 6 * 3600.0   # seconds that ranks wait for a rank with more work
 INTERVAL = 1.96         # half the width of a 95 % interval, in standard errors
 LONGEST = 10**6         # most residues of a free stretch, or of a template
-MOST_LISTED = 20        # bad lines of a file that are listed
 
 
 # ---------------------------------------------------------------- sample
@@ -358,11 +358,7 @@ def read_variants(path, sequence):
             continue
         if changes:
             found.append((",".join(words).upper(), changes))
-    if len(problems) > MOST_LISTED:
-        problems[MOST_LISTED:] = [f"and {len(problems) - MOST_LISTED:,} more lines"]
-    if problems:
-        listed = "\n  ".join(problems)
-        raise ValueError(f"{path} has lines that cannot be used:\n  {listed}")
+    refuse_all(path, problems)
     if not found:
         raise ValueError(f"{path} holds no variant; expected one per line, such as A12V or "
                          "A12V,G30S.")
@@ -522,8 +518,7 @@ def run(args, ddp, reference):
         print0(ddp, f"exported to {args.export}", file=sys.stderr)
         return
     if args.score:   # before the first is scored
-        for name, text in named_sequences(args.score):
-            checked_letters(name, text, sedd, args)
+        check_sequences(sedd, args)
     how = {"tokens": args.tokens, "ddp": ddp,
            "dtype": torch.bfloat16 if args.bfloat16 else torch.float32}
     with open_output(args.out, ddp) as write:
@@ -602,20 +597,46 @@ def draw_file(sedd, args, how, write):
 def read_templates(path, number):
     """(names, templates) of a FASTA file of templates, `number` times each. Raises ValueError."""
     named = [(name, text.upper()) for name, text in named_sequences(path)]
+    problems = []
     for name, text in named:
-        if len(text) > LONGEST:
-            raise ValueError(f"{path}, {name:.40}: found {len(text):,} residues; expected at most "
-                             f"{LONGEST:,}.")
-        template_tokens(text, f"{path}, {name:.40}")
-        if FREE not in text:
-            raise ValueError(f"{path}, {name:.40}: found no {FREE}; expected one for each letter "
-                             "to be sampled.")
+        try:
+            check_template(text, name or "(no name)")
+        except ValueError as error:
+            problems.append(str(error))
+    refuse_all(path, problems, "templates")
     words = [(name.split() or ["template"])[0] for name, _ in named]
     if len(set(words)) < len(words):
         raise ValueError(f"{path}: several templates are named {max(words, key=words.count)}; "
                          "expected different first words.")
     names = [f"{word}_{k}" for word in words for k in range(1, number + 1)]
     return names, [text for _, text in named for _ in range(number)]
+
+
+def check_template(text, name):
+    """ValueError for letters of a template that cannot be used. name: of the template."""
+    if len(text) > LONGEST:
+        raise ValueError(f"{name:.40}: found {len(text):,} residues; expected at most {LONGEST:,}.")
+    template_tokens(text, f"{name:.40}")
+    if FREE not in text:
+        raise ValueError(f"{name:.40}: found no {FREE}; expected one for each letter to be "
+                         "sampled.")
+
+
+def check_sequences(sedd, args):
+    """ValueError that lists the sequences of --score which cannot be scored."""
+    parts_allowed = bool(args.window or args.each_position or args.mutations)
+    problems = []
+    for name, text in named_sequences(args.score):
+        try:
+            windows(encode(letters_of(text)), sedd.max_length, parts_allowed)
+        except ValueError as error:
+            problems.append(f"{name or '(no name)':.60}: {error}")
+    refuse_all(args.score, problems, "sequences")
+
+
+def letters_of(text):
+    """The letters of a sequence in a file: upper case, without a stop at the end."""
+    return text.upper().removesuffix("*")
 
 
 def score_file(sedd, args, how, write):
@@ -625,7 +646,7 @@ def score_file(sedd, args, how, write):
     named = named_sequences(args.score)
     with progress_bar(how["ddp"].is_main, unit=" sequences") as bar:
         while block := list(itertools.islice(named, BLOCK)):
-            texts = [checked_letters(name, text, sedd, args) for name, text in block]
+            texts = [letters_of(text) for _, text in block]
             scores = score_sequences(sedd, texts, args.samples, args.window, **how)
             for (name, _), text, n, bound, error, unigram in zip(block, texts, *scores):
                 each = bound / n if n else math.nan
@@ -651,22 +672,11 @@ def score_file(sedd, args, how, write):
     print0(how["ddp"], textwrap.fill(text, 80, subsequent_indent="  "), file=sys.stderr)
 
 
-def checked_letters(name, text, sedd, args):
-    """The letters of a sequence in a file. Raises ValueError, naming it, if it cannot be scored."""
-    try:
-        text = text.upper().removesuffix("*")
-        windows(encode(text), sedd.max_length,
-                args.window or args.each_position or args.mutations)
-        return text
-    except ValueError as e:
-        raise ValueError(f"{args.score}, {name:.60}: {e}") from None
-
-
 def score_positions(sedd, args, how, write):
     """Write a table of -ln p of each residue given all others."""
     write("name\tposition\tresidue\tnats\n")
     for name, text in named_sequences(args.score):
-        text = checked_letters(name, text, sedd, args)
+        text = letters_of(text)
         scores = residue_scores(sedd, text, **how)
         for place, (letter, nats) in enumerate(zip(text, scores), 1):
             write(f"{name}\t{place}\t{letter}\t{nats:.4f}\n")
@@ -678,7 +688,8 @@ def rank_variants(sedd, args, how, write):
     if len(named) != 1:
         raise ValueError(f"{args.score} holds {len(named)} sequences; expected the one that "
                          "--mutations changes.")
-    sequence = checked_letters(*named[0], sedd, args)
+    _, text = named[0]
+    sequence = letters_of(text)
     variants = read_variants(args.mutations, sequence)
     scores = variant_scores(sedd, sequence, [changes for _, changes in variants], **how)
     write("rank\tvariant\tlog_ratio\n")

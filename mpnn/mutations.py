@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mpnn.structures import Chain, Complex, Structure, read_structure
-from training.tables import (MAX_LISTED, check_cells, read_rows, read_table_text, refuse_lines,
+from training.tables import (MAX_LISTED, check_cells, read_rows, read_table_text, refuse_all,
                          table_columns)
 from sedd.sequences import AMINO_ACIDS, LETTERS, decode
 
@@ -88,7 +88,7 @@ def read_mutations(path: str | Path, measured: str | None = None) -> MutationTab
             check_structure_file(path, cells)
         except ValueError as error:
             problems.append(f"line {line}: {error}")
-    refuse_lines(path, problems)
+    refuse_all(path, problems)
     if not variants:
         raise ValueError(f"{path} holds no variant; expected one per line, such as A12V or "
                          "A12V:G45D.")
@@ -139,7 +139,7 @@ def place_all(table: MutationTable, structure: str | Path | None = None, chain: 
         place(protein, variants, skipped)
         if protein.variants:
             proteins.append(protein)
-    refuse_lines(table.path, problems)
+    refuse_all(table.path, problems)
     if not proteins:
         raise ValueError(f"{table.path}: no variant fits its structure. Found {skipped[0]}.")
     return proteins, skipped

@@ -29,6 +29,7 @@ import numpy as np
 
 from training.config import Parser
 from training.files import write_whole
+from training.tables import refuse_all
 from sedd.sequences import AMINO_ACIDS, encode, named_sequences
 
 K = 5                   # length of the words (K-mers) that are compared; 3.2 million are possible
@@ -53,16 +54,17 @@ def sequences_of(path):
     Raises: ValueError for gaps and other signs, which would count as residues, and for empty
     records."""
     found = []
+    problems = []
     for name, text in named_sequences(path):
         text = text.upper().removesuffix("*")
         try:
             encode(text)
+            if not text:
+                raise ValueError("found no residue; expected some. Remove the record.")
+            found.append(text)
         except ValueError as error:
-            raise ValueError(f"{path}, {name:.60}: {error}") from None
-        if not text:
-            raise ValueError(f"{path}, {name:.60}: found no residue; expected some. Remove the "
-                             "record.")
-        found.append(text)
+            problems.append(f"{name:.60}: {error}")
+    refuse_all(path, problems, "sequences")
     return found
 
 

@@ -1,7 +1,8 @@
 """Tables that people write: CSV with commas or tabs, each line checked, all problems listed.
 
     rows = read_rows("designs.csv", required=("pdb", "score"), optional=("context",))
-    refuse_lines(path, problems)            # ["line 3: found ..."]: raises, unless there are none
+    cells = check_cells(row)                # of each row; ValueError: what is wrong in it
+    refuse_all(path, problems)              # ["line 3: found ..."]: raises, unless there are none
 """
 import collections
 import csv
@@ -14,7 +15,7 @@ from pathlib import Path
 from training.files import read_text
 
 MOST_BYTES = 1 << 30        # of a table: millions of lines
-MAX_LISTED = 10
+MAX_LISTED = 10             # bad lines or records of a file that a message lists
 
 
 def read_rows(path: Path, required: Sequence[str],
@@ -62,11 +63,17 @@ def check_cells(row: dict) -> dict:
     return {column: text.strip() for column, text in row.items()}
 
 
-def refuse_lines(path: Path, problems: list[str]) -> None:
-    """Raise a ValueError that lists the problems of a table by line, if there are any."""
+def refuse_all(path: str | Path, problems: list[str], things: str = "lines") -> None:
+    """Raise a ValueError that lists the problems of a file, the first ones if there are many.
+
+    Args:
+        problems: texts such as "line 3: found ..."; none: nothing is raised.
+        things: a word for what the texts name."""
     if not problems:
         return
-    lines = [f"{path}: {len(problems)} lines cannot be used:", *problems[:MAX_LISTED]]
+    if len(problems) == 1:
+        raise ValueError(f"{path}, {problems[0]}")
+    lines = [f"{path}: {len(problems):,} {things} cannot be used:", *problems[:MAX_LISTED]]
     if len(problems) > MAX_LISTED:
-        lines.append(f"and {len(problems) - MAX_LISTED} more")
+        lines.append(f"and {len(problems) - MAX_LISTED:,} more")
     raise ValueError("\n  ".join(lines))

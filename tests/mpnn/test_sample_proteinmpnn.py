@@ -276,6 +276,19 @@ def test_without_a_file_score_only_scores_the_native_sequence(sample, pdb):
     assert others == []
 
 
+def test_sequences_that_do_not_fit_are_named_all_at_once(sample, pdb, tmp_path):
+    (tmp_path / "s.fasta").write_text(f">a\nMK\n>b\n{NATIVE}\n>c\n{NATIVE[:-1]}1\n")
+    said = sample(pdb, "--score_only", tmp_path / "s.fasta", code=2)[1]
+    assert re.findall(r"sequence (\d)", said) == ["1", "3"]
+
+
+def test_structures_that_cannot_be_read_are_named_all_at_once(sample, pdb):
+    for name in ("x.pdb", "y.pdb"):
+        (pdb.parent / name).write_text("END\n")
+    said = sample(pdb.parent, code=2)[1]
+    assert re.findall(r"(\w+)\.pdb: ", said) == ["x", "y"]
+
+
 def test_the_scores_of_designs_are_told_from_those_of_the_published_tool(sample, pdb):
     assert "0.08 lower" in sample(pdb)[1]
     assert "0.08 lower" not in sample(pdb, "--score_only")[1]

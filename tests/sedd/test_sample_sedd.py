@@ -341,6 +341,17 @@ def test_a_template_longer_than_any_protein_is_refused(checkpoint, tmp_path, cap
         capsys, checkpoint, "--infill", tmp_path / "long.fasta")
 
 
+@pytest.mark.parametrize("task", ["--score", "--infill"])
+def test_bad_records_of_a_fasta_are_named_all_at_once(checkpoint, tmp_path, capsys, task):
+    path = tmp_path / "bad.fasta"
+    path.write_text(">good\nMK_TA\n".replace("_" if task == "--score" else ".", "")
+                    + "".join(f">bad{k}\nMK1TA\n" for k in range(12)))
+    said = refused(capsys, checkpoint, task, path)
+    assert re.findall(r"\w+(?=: )", said.partition("cannot be used")[2])[:10] == [
+        f"bad{k}" for k in range(10)]
+    assert "and 2 more" in said and "good" not in said
+
+
 def test_templates_of_one_name_are_refused(checkpoint, tmp_path, capsys):
     (tmp_path / "two.fasta").write_text(">a one\nMK__\n>a two\n____\n")
     assert "several templates are named a" in refused(
