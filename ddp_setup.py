@@ -46,7 +46,7 @@ import threading
 import time
 import traceback
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -171,10 +171,11 @@ def gradient_sync(model: torch.nn.Module, last: bool) -> contextlib.AbstractCont
 def print0(ddp: Ddp, *values, **options) -> None:
     """print on rank 0; on every rank, with its number, where DDP_LOG_ALL=1."""
     options = {"flush": True, **options}
-    if os.environ.get("DDP_LOG_ALL") == "1" and ddp.world_size > 1:
-        print(f"[rank {ddp.rank}]", *values, **options)
-    elif ddp.is_main:
-        print(*values, **options)
+    with printing():
+        if os.environ.get("DDP_LOG_ALL") == "1" and ddp.world_size > 1:
+            print(f"[rank {ddp.rank}]", *values, **options)
+        elif ddp.is_main:
+            print(*values, **options)
 
 
 def barrier(ddp: Ddp, timeout: float | None = None) -> None:
@@ -794,8 +795,11 @@ def _set_up(*request):
 
 def _print_notes(ddp):
     hosts = len(set(ddp.state.hosts)) or 1
-    print0(ddp, f"Initialized DDP: {ddp.world_size} rank(s) on {hosts} host(s)", *ddp.notes,
-           sep="\n  ")
+    try:
+        print0(ddp, f"Initialized DDP: {ddp.world_size} rank(s) on {hosts} host(s)", *ddp.notes,
+               sep="\n  ")
+    except CannotPrint as error:
+        abort(ddp, f"error: {error}", BAD_INPUT)
 
 
 def _find_place_and_join(device, backend, seed, ranks, timeout, init_timeout, ipex):
@@ -1858,6 +1862,29 @@ def rotate(path: str, keep_last: int) -> None:
         os.replace(kept_checkpoint(path, k - 1), kept_checkpoint(path, k))
 
 
+class CannotPrint(OSError):
+    """Standard output cannot be written, for a reason that a person must mend."""
+    retry = False
+    code = BAD_INPUT
+
+
+@contextlib.contextmanager
+def printing() -> Iterator[None]:
+    """In this block, which prints, an error of standard output says so, such as where it goes to a
+    file on a full disk. What is printed later is lost. An output that nobody reads any longer stays
+    the OSError that it is: see print_line in training/log.py."""
+    try:
+        yield
+        print(end="", flush=True)
+    except OSError as error:
+        if error.errno not in DISK_TROUBLES:
+            raise
+        # Python flushes once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise CannotPrint(f"cannot write to standard output: {error.strerror}. Make room where it "
+                          "goes, or send it elsewhere.") from None
+
+
 class CannotSave(RuntimeError):
     """A checkpoint cannot be written, for a reason that a person must mend."""
     retry = False
@@ -1960,7 +1987,7 @@ PART_BYTES = 64 * 2**20    # of a checkpoint, sent to other ranks between two si
 def _read_newest(path):
     """(the newest Checkpoint that can be read, or None; texts on the files that cannot)."""
     files = [kept_checkpoint(path, k) for k in range(MOST_KEPT)]
-    files = [file for file in files if os.path.exists(file)]
+    files = [file for file in files if os.path.lexists(file)]   # links that lead nowhere too
     troubles = []
     for file in files or [path]:
         try:
@@ -2104,7 +2131,11 @@ def _main(arguments):
         print(ENVIRONMENT.format(launchers="\n  ".join(textwrap.wrap(variables, 90))))
         return 0
     if arguments == ["--doctor"]:
-        return doctor(dict(os.environ))
+        try:
+            with printing():
+                return doctor(dict(os.environ))
+        except CannotPrint as error:
+            return f"error: {error}"
     return f"usage: python {sys.argv[0]} --doctor [--help]"
 
 

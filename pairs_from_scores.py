@@ -57,6 +57,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from ddp_setup import printing
 from mpnn.mutation_pairs import KINDS, Rules, mutated, pair_mutations
 from mpnn.mutations import describe_skipped, hold_out, place_all, read_mutations
 from mpnn.settings import name_of, structure_files
@@ -480,15 +481,21 @@ def main(argv):
             of_held_out = table_of(held_out, args.pairs.parent)
             write_text_atomic(held_out_file(args.pairs), of_held_out)
         write_text_atomic(args.pairs, text + "\n")
+        with printing():
+            say_result(args, n_sequences, entries, counts)
+            say_held_out(args, held_out)
+        return 0
     except (ValueError, OSError) as error:
         print(f"pairs_from_scores.py: error: {error}", file=sys.stderr)
         return 2
-    say_result(args, n_sequences, entries, counts)
+
+
+def say_held_out(args, held_out):
+    """Print how much was held out, if that was asked for."""
     if held_out:
         n_variants = sum(len(protein.variants) for protein in held_out)
         print(f"{n_variants:,} mutations of {len(held_out):,} other protein(s), held out, written "
               f"to {held_out_file(args.pairs)}")
-    return 0
 
 
 def say_result(args, n_sequences, entries, counts):

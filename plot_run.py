@@ -13,6 +13,7 @@ if __name__ == "__main__":   # Ctrl-C during the imports below ends the script w
 import sys
 from pathlib import Path
 
+from ddp_setup import printing
 from training.config import Parser
 from training.plot import draw, rows_of
 
@@ -27,6 +28,9 @@ def main(argv):
         if out.suffix.lower() != ".png":
             raise ValueError(f"found --out {out}; expected a name that ends in .png.")
         draw({str(folder): rows_of(folder) for folder in args.runs}, out)
+        with printing():
+            print(f"picture: {out}")
+        return 0
     except (ValueError, OSError) as error:
         print(f"plot_run.py: error: {error}", file=sys.stderr)
         return 2
@@ -34,8 +38,6 @@ def main(argv):
         print(f"plot_run.py: error: {error}. Expected matplotlib: pip install matplotlib",
               file=sys.stderr)
         return 2
-    print(f"picture: {out}")
-    return 0
 
 
 if __name__ == "__main__":

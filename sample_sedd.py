@@ -40,7 +40,8 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from ddp_setup import BAD_INPUT, Ddp, abort, all_sum, autocast, barrier, print0, setup_ddp
+from ddp_setup import (BAD_INPUT, Ddp, abort, all_sum, autocast, barrier, print0, printing,
+                       setup_ddp)
 from sedd.report import report, sequences_of
 from training.config import Parser
 from training.files import write_text_atomic, writing
@@ -557,13 +558,17 @@ def open_output(path, ddp):
     if not ddp.is_main:
         yield lambda text: None
     elif path is None:
-        yield sys.stdout.write
-        sys.stdout.flush()
+        yield write_to_stdout
     else:
         with writing(path), tempfile.NamedTemporaryFile(dir=path.absolute().parent):
             pass   # raises now, not after the work, if the folder cannot be written
         yield texts.append
         write_text_atomic(path, "".join(texts))
+
+
+def write_to_stdout(text):
+    with printing():
+        sys.stdout.write(text)
 
 
 def draw_file(sedd, args, how, write):

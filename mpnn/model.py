@@ -933,10 +933,14 @@ def load_proteinmpnn(path: str, dropout: float = 0.0) -> ProteinMPNN:
     Returns: the model, on the CPU, in float32 and training mode.
     Raises: ValueError naming the file and what is wrong.
     """
-    best = os.path.join(path, "best_model.pt")
-    if os.path.isfile(best):
-        raise ValueError(f"{path} is a folder; expected a file of ProteinMPNN weights, such as "
-                         f"{best}.")
+    if os.path.isdir(path):
+        best = os.path.join(path, "best_model.pt")
+        example = f", such as {best}" if os.path.isfile(best) else ""
+        raise ValueError(f"{path} is a folder; expected a file of ProteinMPNN weights{example}. "
+                         f"{PUBLISHED}")
+    if os.path.lexists(path) and not os.path.isfile(path):
+        raise ValueError(f"{path} is no file, or a link that leads to none; expected a file of "
+                         f"ProteinMPNN weights. {PUBLISHED}")
     if not os.path.isfile(path):
         raise ValueError(f"There is no file {path}; expected ProteinMPNN weights. {PUBLISHED}")
     if str(path).endswith((".pkl", ".pickle")) and not zipfile.is_zipfile(path):

@@ -111,6 +111,9 @@ def file_of(path):
                              "expected a run folder of train_sedd_ddp.py that has come to a "
                              "checkpoint, or a folder made by --export.")
         return found
+    if os.path.lexists(path) and not path.exists():
+        raise ValueError(f"{path} is a link that leads to no file; expected a file of weights, or "
+                         "an exported folder.")
     if not path.exists():
         found = checkpoint_in(path.parent)
         advice = f" There is {found}: give that." if found else ""

@@ -252,6 +252,16 @@ def test_every_file_keeps_to_the_rules_of_style():
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
+def test_no_line_of_text_is_longer_than_100_columns():
+    """Of Python files ruff holds it. A row of a table, or an address, cannot be broken."""
+    files = [*ROOT.glob("*.md"), *ROOT.glob("*.txt"), *ROOT.glob("docs/*.md"),
+             *ROOT.glob("configs/*"), *ROOT.glob("jobs/*")]
+    long = [f"{path.relative_to(ROOT)}:{number}" for path in files
+            for number, line in enumerate(path.read_text().splitlines(), 1)
+            if len(line) > 100 and not line.startswith("|") and "://" not in line]
+    assert len(files) > 20 and long == []
+
+
 def test_the_tests_run_without_the_plugin_for_time_limits(tmp_path):
     (tmp_path / "test_marked.py").write_text(
         "import pytest\n@pytest.mark.timeout(5)\ndef test_marked_with_a_time_limit(): pass\n")

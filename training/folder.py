@@ -107,6 +107,15 @@ def refuse_unwritable(run_dir) -> None:
                      "Expected a folder that can be written, or made. Give another --work_dir.")
 
 
+def refuse_folders_as_files(run_dir) -> None:
+    """Raise ValueError for a folder with the name of a file that a run writes, such as best.pt."""
+    written = MARKS - {"checkpoints"}
+    for path in sorted([*run_dir.glob("*"), *run_dir.glob("checkpoints/*")]):
+        if path.is_dir() and (path.name in written or path.suffix == ".pt"):
+            raise ValueError(f"{path} is a folder; expected a file there, which the run writes. "
+                             "Move it away, or give another --work_dir.")
+
+
 def check_lock(run, ddp) -> None:
     """Raise RuntimeError if another run took over the folder while this one was suspended."""
     if run.lock and run.lock.lost:

@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ddp_setup import Ddp
+from ddp_setup import Ddp, printing
 from training.config import MOST_STEPS, config_to_dict
 from training.files import write_text_atomic, writing
 from training.trackers import TensorBoard, Wandb
@@ -220,7 +220,8 @@ def print_line(text, write=print) -> None:
     """Print a line. If the reader of stdout is gone, such as `tee` after Ctrl-C or a terminal, drop
     output: the run must go on and save. write: print, or a function that prints on rank 0 only."""
     try:
-        write(text, flush=True)
+        with printing():
+            write(text, flush=True)
     except OSError as e:
         if e.errno not in (errno.EPIPE, errno.EIO):
             raise

@@ -152,10 +152,10 @@ def start_run(kind, config, ddp, former, bare, item_of, *,  # noqa: PLR0913  (pa
                 "bad_steps": [0, 0],   # nan or infinite: in all, and in a row up to now
                 "seen": dict.fromkeys(seen, 0),
                 **progress}
-    if state is None:
-        lr, warmup = scale_for_batch(optim.lr, optim.warmup, optim.scale, lr_batch,
-                                     optim.base_global_batch)
-    else:
+    lr, warmup = scale_for_batch(optim.lr, optim.warmup, optim.scale, lr_batch,
+                                 optim.base_global_batch)
+    if state is not None:
+        check_rate(former, lr, warmup)
         state = {"seen": {}, **state}   # older checkpoints lack "seen"
         lr = state["lr"]
         warmup = state["warmup"]
@@ -174,6 +174,17 @@ def start_run(kind, config, ddp, former, bare, item_of, *,  # noqa: PLR0913  (pa
     if state is not None:
         load_optimizer(run, state)
     return run
+
+
+def check_rate(former, lr, warmup) -> None:
+    """Refuse a checkpoint with another learning rate or warm-up than the same config, data and
+    batch give now. former: a training.resume.Former. lr, warmup: scaled to the
+    batch. Raises: ValueError."""
+    path, state = former
+    if not math.isclose(state["lr"], lr, rel_tol=1e-6) or state["warmup"] != warmup:
+        raise ValueError(f"{path} has the learning rate {state['lr']:g} and {state['warmup']:g} "
+                         f"steps of warm-up; expected {lr:g} and {warmup}, which the config gives. "
+                         "Give an older checkpoint (--resume), or --fresh to start over.")
 
 
 def load_optimizer(run, state):

@@ -14,6 +14,7 @@ import math
 import torch
 
 from ddp_setup import Ddp, broadcast
+from training.config import MOST_STEPS
 from training.fast_linear import on_cpu
 
 
@@ -150,22 +151,29 @@ def load_state(optimizer, state, has_stepped=False) -> None:
     names = KEPT.get(type(optimizer).__name__, ())
     for own, group in zip(optimizer.param_groups, state["param_groups"]):
         for name, value in own.items():
-            if name != "params" and not is_alike(group.get(name), value):
-                raise ValueError(f"{name} is {group.get(name)!r:.60}; expected such as {value!r}")
+            if name == "lr" and not is_rate(group.get(name), value):
+                raise ValueError(f"{name} is {group.get(name)!r:.60}; expected 0 to {value:g}")
+            if name not in ("params", "lr") and not is_alike(group.get(name), value):
+                raise ValueError(f"{name} is {group.get(name)!r:.60}; expected {value!r}")
         for parameter, number in zip(own["params"], group["params"]):
             if number in state["state"]:   # one that got no gradient has none
                 check_kept(names, state["state"][number], parameter)
     optimizer.load_state_dict(state)
 
 
+def is_rate(found, full):
+    """Whether a value can be the learning rate of a step: at most the full one, but for rounding."""
+    return type(found) in (int, float) and 0 <= found <= full * (1 + 1e-6)
+
+
 def is_alike(found, expected):
-    """Whether an option of an optimizer is a number, or some, where one of that kind is expected.
-    Others, such as texts and switches, depend on the machine and on torch."""
+    """Whether an option of an optimizer is the expected number, or some. Others, such as texts and
+    switches, depend on the machine and on torch."""
     if isinstance(expected, tuple):
         return isinstance(found, (tuple, list)) and len(found) == len(expected) and all(
             map(is_alike, found, expected))
     if type(expected) in (int, float):
-        return type(found) in (int, float) and math.isfinite(found)
+        return type(found) in (int, float) and math.isclose(found, expected, rel_tol=1e-9)
     return True
 
 
@@ -178,10 +186,13 @@ def check_kept(names, kept, parameter):
         if found != tuple(parameter.shape):
             raise ValueError(f"{name} is {found} for a parameter of {tuple(parameter.shape)}; "
                              "expected a tensor of its shape")
+        if not value.isfinite().all() or (name == "exp_avg_sq" and (value < 0).any()):
+            raise ValueError(f"{name} of a parameter holds numbers that cannot be, {value.min():g} "
+                             f"to {value.max():g}; expected finite ones, and squares from 0")
     steps = kept.get("step", 0.0)
     if isinstance(steps, torch.Tensor) and steps.numel() == 1:
         steps = steps.item()
-    if type(steps) not in (int, float) or not math.isfinite(steps):
+    if type(steps) not in (int, float) or not 0 <= steps <= MOST_STEPS:
         raise ValueError(f"step is {steps!r:.60}; expected a number of steps")
 
 

@@ -11,6 +11,7 @@ A run folder holds its checkpoints in checkpoints/: last.pt, the former ones las
 and those of the best weights. A start never writes before all checks have passed.
 """
 import hashlib
+import os
 import shutil
 from pathlib import Path
 from typing import NamedTuple
@@ -21,7 +22,8 @@ from ddp_setup import broadcast, load_checkpoint, print0, save_checkpoint
 from training.config import (MOST_STEPS, config_differences, config_items, config_to_dict,
                              load_config, other_script)
 from training.files import write_whole
-from training.folder import MARKS, RunLock, check_lock, names_in, refuse_unwritable
+from training.folder import (MARKS, RunLock, check_lock, names_in, refuse_folders_as_files,
+                             refuse_unwritable)
 from training.log import is_step, rows_up_to
 from training.loop import ADVICE, Diverged, check_alike, is_finished
 from training.watch import note_saved
@@ -213,9 +215,10 @@ def find_checkpoint(run_dir, resume, fresh, config, may_change) -> str | None:
         raise ValueError(f"{run_dir / 'STOP'} exists: this run was asked to stop. Remove the file "
                          "to continue it.")
     last = run_dir / "checkpoints" / "last.pt"
-    # If only last-1.pt exists, the run was killed between two renames of save_checkpoint.
-    saved = last.exists() or last.with_name("last-1.pt").exists()
-    if resume and saved and last.parent.resolve() != Path(resume).resolve().parent:
+    # If only last-1.pt exists, the run was killed between two renames of save_checkpoint. A link
+    # that leads nowhere is a checkpoint too: one that cannot be read, not the sign of a new run.
+    saved = os.path.lexists(last) or os.path.lexists(last.with_name("last-1.pt"))
+    if resume and saved and last.parent.resolve() != Path(os.path.realpath(resume)).parent:
         raise ValueError(f"{run_dir} holds a run already, and --resume {resume} is of another. "
                          "Expected a checkpoint of the same run. Give another --work_dir; or "
                          "leave --resume out to continue this run.")
@@ -224,6 +227,8 @@ def find_checkpoint(run_dir, resume, fresh, config, may_change) -> str | None:
         raise ValueError(f"{run_dir} is not a run directory: it holds {', '.join(names[:5])}. "
                          "Expected an empty or new folder, or that of a run. Give another "
                          "--work_dir.")
+    if not fresh:
+        refuse_folders_as_files(run_dir)
     if (run_dir / "metrics.jsonl").exists() and not fresh:
         rows_up_to(run_dir / "metrics.jsonl", 0)   # refuses a file with broken rows
     if "config.yaml" in names and not fresh and not saved:
@@ -369,7 +374,7 @@ def copy_best(folder, name, path, best) -> bool:
     Returns: whether `folder`, which may be the same, has the file now."""
     target = folder / name
     source = Path(path).absolute().parent.parent / name
-    if target.resolve() == source.resolve():
+    if os.path.realpath(target) == os.path.realpath(source):
         return target.exists()
     try:
         if not source.is_file() or load_checkpoint(str(source))["step"] != best["step"]:

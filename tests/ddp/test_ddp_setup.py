@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import socket
+import sys
 import threading
 import time
 import types
@@ -19,7 +20,7 @@ import pytest
 import torch
 
 import ddp_setup
-from ddp_setup import (CannotSave, Ddp, State, all_mean, all_sum, autocast, broadcast,
+from ddp_setup import (CannotPrint, CannotSave, Ddp, State, all_mean, all_sum, autocast, broadcast,
                        choose_device, choose_dtype, cleanup_ddp, ddp_sampler, detect_launcher,
                        end_watch, load_checkpoint, optimize_with_ipex, print0, save_checkpoint,
                        setup_ddp, slurm_first_host, start_watch, stop_reason, stop_wanted, wrap_ddp)
@@ -576,6 +577,13 @@ def test_one_process_agrees_with_itself():
     assert all_sum([1.5, 2], Ddp()) == [1.5, 2.0]
     assert all_mean(3, Ddp()) == 3.0
     assert broadcast({"a": [1, None]}, Ddp()) == {"a": [1, None]}
+
+
+def test_print0_names_an_output_that_is_full(monkeypatch):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        with pytest.raises(CannotPrint):
+            print0(Ddp(), "a")
 
 
 def test_print0_takes_the_options_of_print(capsys):

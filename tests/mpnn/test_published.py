@@ -1,4 +1,5 @@
 """Are published weights found by name, and do they give the published numbers?"""
+import os
 import re
 import sys
 
@@ -75,6 +76,29 @@ def test_a_published_name_without_its_file_is_answered_with_one_command(installe
         find_weights("soluble/v_48_010")
     assert "soluble/v_48_010" in str(caught.value)
     assert f"`{INSTALL}`" in str(caught.value)
+
+
+@pytest.mark.parametrize("name, meant", [
+    ("v_48_20", "v_48_020"), ("v48_020.pt", "v_48_020"), ("solubel/v_48_010", "soluble/v_48_010"),
+    ("ca/v_48_030", "ca/v_48_0")])
+def test_a_mistyped_name_is_answered_with_the_one_that_was_meant(installed, name, meant):
+    with pytest.raises(ValueError, match=f"Did you mean {meant}.*Published names: v_48_002, "):
+        find_weights(name)
+
+
+@pytest.mark.parametrize("kind", ["folder", "loop", "pipe"])
+def test_weights_that_are_no_file_are_refused(tmp_path, kind):
+    path = tmp_path / "v_48_020.pt"
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "loop":
+        path.symlink_to(path)
+    else:
+        os.mkfifo(path)
+    with pytest.raises(ValueError, match="is no file, or a link that leads to none"):
+        in_folder("v_48_020", tmp_path)
+    with pytest.raises(ValueError, match="is a folder; expected|is no file, or a link"):
+        load_proteinmpnn(path)
 
 
 @pytest.mark.parametrize("folder", ["clone", "clone/vanilla_model_weights"])

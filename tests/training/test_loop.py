@@ -19,11 +19,12 @@ from launchers import ROOT
 from toy_run import Blocks, Rows, loss_of as loss_of_toy, steps, toy
 from training.config import CommonMonitoring
 from training.precision import compile_blocks
+from training.resume import Former
 from training.watch import close_run, save_every, watch_run
 from sedd.fast_cpu import speed_up
 from sedd.model import SEDD
-from training.loop import (after_step, open_batches, read_totals, record_score, scale_for_batch,
-                           take_step)
+from training.loop import (after_step, check_rate, open_batches, read_totals, record_score,
+                           scale_for_batch, take_step)
 from training_runs import (SCRIPTS, dataset_of, loss_of, losses, on_ranks, take_steps,
                            train)
 
@@ -99,6 +100,13 @@ def test_a_step_with_a_gradient_of_nan_is_bad_whatever_its_loss():
     run = toy(optimizer="adamw")
     _, _, moved = next(steps(run, 1, loss_of=loss_with_nan_gradient))
     assert moved == 0 and run.progress["bad_steps"] == [1, 1]
+
+
+@pytest.mark.parametrize("rate", [{"lr": 1e18}, {"lr": math.nan}, {"lr": -0.5}, {"warmup": 10**9}])
+def test_a_checkpoint_with_a_rate_that_its_config_does_not_give_is_refused(rate):
+    check_rate(Former("last.pt", {"lr": 0.5, "warmup": 3}), lr=0.5, warmup=3)
+    with pytest.raises(ValueError, match="last.pt has the learning rate"):
+        check_rate(Former("last.pt", {"lr": 0.5, "warmup": 3, **rate}), lr=0.5, warmup=3)
 
 
 def test_too_many_bad_steps_in_a_row_end_the_run():

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ddp_setup import Ddp
+from ddp_setup import Ddp, load_checkpoint
 from toy_run import toy
 from training.config import CommonTraining, config_to_dict
 from training.log import RunLog
@@ -130,6 +130,29 @@ def test_the_checkpoint_before_is_enough(tmp_path):
     found = find_checkpoint(tmp_path, None, False, Config(), ())
     assert found == str(tmp_path / "checkpoints" / "last.pt")
     assert find_checkpoint(tmp_path, None, True, Config(), ()) is None
+
+
+@pytest.mark.parametrize("target", ["nowhere", "last.pt"])
+def test_a_link_that_leads_nowhere_is_no_sign_of_a_new_run(target, tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "last.pt").symlink_to(target)
+    found = find_checkpoint(tmp_path, None, False, Config(), ())
+    with pytest.raises(ValueError, match="no checkpoint .*last.pt: (No such file|Too many levels)"):
+        load_checkpoint(found)
+
+
+@pytest.mark.parametrize("name", ["best_model.pt", "checkpoints/best.pt", "metrics.jsonl"])
+def test_a_folder_in_place_of_a_file_of_the_run_is_refused_at_the_start(name, tmp_path):
+    (tmp_path / "config.yaml").touch()
+    (tmp_path / name).mkdir(parents=True)
+    with pytest.raises(ValueError, match=f"{name} is a folder; expected a file there"):
+        find_checkpoint(tmp_path, None, False, Config(), ())
+
+
+def test_best_weights_that_are_a_link_to_itself_are_not_found(best_of_step_3, tmp_path):
+    (tmp_path / "old" / "best.pt").unlink()
+    (tmp_path / "old" / "best.pt").symlink_to("best.pt")
+    assert not copy_best(tmp_path / "new", "best.pt", best_of_step_3, {"step": 3})
 
 
 def test_no_run_starts_while_it_is_asked_to_stop(tmp_path):
