@@ -162,7 +162,7 @@ def load_state(optimizer, state, has_stepped=False) -> None:
 
 
 def is_rate(found, full):
-    """Whether a value can be the learning rate of a step: at most the full one, but for rounding."""
+    """Whether a value can be the learning rate of a step: at most the full one, up to rounding."""
     return type(found) in (int, float) and 0 <= found <= full * (1 + 1e-6)
 
 
