@@ -130,6 +130,65 @@ def test_the_verdict_of_the_hub_is_that_of_the_others():
     assert decide_about_hub(ranks[0], 5.0) == ranks[0].failure
 
 
+def after_a_pause(seconds):
+    """A guard and two ranks, of which it knows what it knew when it last ran, `seconds` ago."""
+    me, *others = ranks_heard(0.0, (5, 0.0), (5, 0.0), (5, 0.0))
+    ddp_guard.Guard.forgive_suspension(SimpleNamespace(me=me), others, seconds)
+    return [me, *others]
+
+
+@pytest.mark.parametrize("seconds", [14.0, 1000.0])
+def test_a_guard_that_was_suspended_takes_nobody_for_lost_or_hung(seconds):
+    assert decide(after_a_pause(seconds), seconds) is None
+
+
+def test_after_a_suspension_all_limits_count_from_its_end():
+    ranks = after_a_pause(1000.0)
+    for rank in ranks:
+        rank.last_sign = 1011.0
+    assert decide(ranks, 1012.0) is None and decide(ranks, 1014.0)["code"] == 70
+
+
+def test_a_pause_that_a_busy_host_makes_is_no_suspension():
+    ranks = after_a_pause(3.0)
+    assert [rank.last_progress for rank in ranks] == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("first_is_secondary, cause", [(False, "first"), (True, "second")])
+def test_only_a_consequence_of_a_failure_gives_way_to_a_later_one(first_is_secondary, cause):
+    me = Rank(0, "n0", 0.0)
+    guard = SimpleNamespace(me=me)
+    ddp_guard.Guard.fail(guard, 1, "first", secondary=first_is_secondary)
+    ddp_guard.Guard.fail(guard, 3, "second")
+    ddp_guard.Guard.fail(guard, 4, "third")
+    assert me.failure["cause"] == cause
+
+
+def death_after_signals(terminal, *names):
+    """The signal that ends a rank to whose guard these are sent, one after the other."""
+    with subprocess.Popen(["sleep", "600"]) as rank:
+        try:
+            guard = SimpleNamespace(process=rank, joined=False, terminal=terminal)
+            for name in names:
+                ddp_guard.Guard.pass_on(guard, signal.Signals[name], None)
+            return signal.Signals(-rank.wait(60)).name
+        finally:
+            rank.kill()
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT"])
+def test_a_signal_to_the_guard_comes_to_its_rank(name):
+    assert death_after_signals(False, name) == name
+
+
+def test_that_a_terminal_was_closed_comes_to_the_rank_as_a_sigterm():
+    assert death_after_signals(False, "SIGHUP") == "SIGTERM"
+
+
+def test_a_ctrl_c_that_the_terminal_itself_sends_comes_to_the_rank_once():
+    assert death_after_signals(True, "SIGINT", "SIGUSR1") == "SIGUSR1"
+
+
 # ---------------------------------------------------------------- messages
 SIGN = {"idle": 0.5, "step": 7, "limit": 60.0, "stacks": "file", "place": "f (a.py:1)", "bye": 30,
         "left": True, "ended": True,
@@ -224,12 +283,15 @@ def test_any_script_can_be_guarded_with_its_arguments_output_and_exit_code(tmp_p
     assert (done.returncode, done.stdout, done.stderr) == (7, "['a', '--b'] 1 text\n", "")
 
 
-def test_a_rank_that_leaves_before_the_ranks_have_met_has_mpich_end_the_others(tmp_path):
+@pytest.mark.parametrize("code, asked", [(2, b"cmd=abort exitcode=2\n"), (0, b"")])
+def test_a_rank_that_fails_before_the_ranks_have_met_has_mpich_end_the_others(
+        code, asked, tmp_path):
     read, write = os.pipe()
     with contextlib.closing(os.fdopen(read, "rb")) as mpich:
-        done = run("import sys\nsys.exit(2)\n", tmp_path, env={"PMI_FD": write}, pass_fds=[write])
+        done = run(f"import sys\nsys.exit({code})\n", tmp_path, env={"PMI_FD": write},
+                   pass_fds=[write])
         os.close(write)
-        assert (done.returncode, mpich.read()) == (2, b"cmd=abort exitcode=2\n")
+        assert (done.returncode, mpich.read()) == (code, asked)
 
 
 def test_ctrl_c_is_seen_by_a_shell_as_such(tmp_path):
@@ -246,6 +308,25 @@ def test_where_it_was_never_tried_or_is_not_wanted_there_is_no_guard(env, guarde
         done = run(text, tmp_path, before=before, env=env)
         assert (done.returncode, done.stdout) == (0, f"{guarded}\n"), done.stderr
         assert ("never tried under PALS" in done.stderr) == ("PALS_RANKID" in env and not guarded)
+
+
+def ignore_closed_terminals():
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+def test_under_nohup_a_rank_is_told_nothing_of_a_closed_terminal(tmp_path):
+    done = run("""
+import os, signal, time
+seen = []
+for number in signal.SIGTERM, signal.SIGUSR1:
+    signal.signal(number, lambda number, _: seen.append(number))
+for number in signal.SIGHUP, signal.SIGUSR1:    # to the guard, which passes on what it heeds
+    os.kill(os.getppid(), number)
+while signal.SIGUSR1 not in seen:
+    time.sleep(0.01)
+print(seen == [signal.SIGUSR1])
+""", tmp_path, preexec_fn=ignore_closed_terminals)
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
 
 
 SOCKET = """
@@ -280,10 +361,42 @@ def test_a_death_by_signal_is_told_with_a_likely_cause(number, cause):
     assert ddp_guard.describe_death(number) == cause
 
 
+# A rank that tells its number and fails; another script is to wait for what becomes of it.
+FAILS = """
+import ddp_guard, os, socket, time
+ddp_guard.LEAVE = 0.5
+ddp_guard.supervise()
+os.write(1, f"{os.getpid()}\\n".encode())
+guard = socket.socket(fileno=int(os.environ["DDP_GUARD_FD"].partition(":")[0]))
+guard.sendall(b'{"join": {"rank": 0, "size": 2, "launcher": "l", "hub": null}}\\n'
+              b'{"failed": {"code": 3, "cause": "on purpose"}}\\n')
+time.sleep(600)
+"""
+
+
+def test_mpich_is_asked_to_end_all_ranks_when_the_rank_has_ended(tmp_path):
+    """It hangs if a guard ends before its rank."""
+    (tmp_path / "script.py").write_text(FAILS)
+    asked, write = os.pipe()
+    env = clean_environment(env={"PYTHONPATH": ROOT, "PMI_FD": write})
+    with subprocess.Popen([sys.executable, "script.py"], cwd=tmp_path, env=env, stdout=PIPE,
+                          stderr=PIPE, pass_fds=[write]) as guard:
+        os.close(write)
+        try:
+            rank = int(guard.stdout.readline())
+            assert os.read(asked, 100) == b"cmd=abort exitcode=3\n"
+            assert not os.path.exists(f"/proc/{rank}")
+            assert guard.wait(60) == 3
+        finally:
+            os.close(asked)
+            guard.kill()    # the rank ends with it
+
+
 def test_strangers_at_the_port_of_the_hub_are_turned_away(tmp_path):
     done = run(HUB + """
 strangers = [socket.create_connection((host, port)) for _ in range(5)]
-for stranger, line in zip(strangers, [b"GET / HTTP/1.1", b"5", b"{}", b'{"token": "x"}']):
+for stranger, line in zip(strangers, [b"GET / HTTP/1.1", b"5", b'{"number": 1, "host": "n1"}',
+                                      b'{"token": "x", "number": 1, "host": "n1"}']):
     stranger.sendall(line + b"\\n")
 strangers[4].sendall(os.urandom(1 << 16))
 for stranger in strangers[:4]:

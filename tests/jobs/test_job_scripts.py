@@ -148,6 +148,29 @@ def test_every_rank_has_cores_of_its_own(name, ranks, reserved):
     assert len(spans) == ranks and len(set(mine)) == len(mine) and not set(mine) & reserved
 
 
+# ---------------------------------------------------------------- functions alone
+def shared_function(library, words, **settings):
+    """What a shell prints that has read jobs/lib/LIBRARY and runs these words."""
+    result = bash(ROOT, "-euc", f"source jobs/lib/{library}; {words}", **settings)
+    assert result.returncode == 0, result.text
+    return result.stdout
+
+
+@pytest.mark.parametrize("walltime, seconds", [
+    ("12:00:00", 43200), ("08:09:08", 29348), ("09:30", 570), ("0090", 90), ("100:00:00", 360000)])
+def test_a_walltime_is_read_as_decimal_numbers(walltime, seconds):
+    assert shared_function("pbs.sh", f"seconds_of {walltime}") == f"{seconds}\n"
+
+
+@pytest.mark.parametrize("save_seconds", [0, 300])
+def test_under_slurm_the_run_stops_so_long_before_the_end_of_the_job(save_seconds):
+    end = int(time.time()) + 3600
+    told = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(end))
+    words = f"squeue() {{ echo {told}; }}; set_deadline > /dev/null; echo $DDP_DEADLINE $ends"
+    found = shared_function("slurm.sh", words, SLURM_JOB_ID=101, SAVE_SECONDS=save_seconds)
+    assert found == f"{end - save_seconds} {end}\n"
+
+
 # ---------------------------------------------------------------- decisions, no ranks
 # In place of mpiexec and srun. A line of `outcomes` per call: what status.json says (-: none), the
 # exit code, and perhaps `old` (no new checkpoint), `cancel` (SIGTERM to the job), `late` (the same
@@ -627,12 +650,12 @@ def test_the_next_job_knows_its_number_in_the_chain(site, project):
     assert json.loads((site.folder / "next").read_text())["variables"]["CHAIN_JOB"] == "8"
 
 
-@pytest.mark.parametrize("exclude, requests", [
-    ("1", "requeue 101\nupdate JobId=101 ExcNodeList=n9,hostA\n"), ("0", "")])
-def test_a_host_that_the_preflight_suspects_is_left_out_of_the_next_start(exclude, requests, site,
-                                                                          project):
+@pytest.mark.parametrize("given, requests", [
+    ({"EXCLUDE": "1"}, "requeue 101\nupdate JobId=101 ExcNodeList=n9,hostA\n"), ({}, "")])
+def test_a_host_that_the_preflight_suspects_is_left_out_of_the_next_start_if_asked(
+        given, requests, site, project):
     site.fake_launcher("- 3 suspect")
-    assert site.run_slurm(PREFLIGHT="--preflight", EXCLUDE=exclude) == 3, logs(project)
+    assert site.run_slurm(PREFLIGHT="--preflight", **given) == 3, logs(project)
     requeued = site.folder / "requeued"
     assert (requeued.read_text() if requeued.exists() else "") == requests, logs(project)
 

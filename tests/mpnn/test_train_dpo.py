@@ -454,6 +454,26 @@ def test_without_validation_the_best_model_is_of_a_whole_epoch_whose_mean_loss_i
         assert best_of(tmp_path / "part")["step"] == steps
 
 
+def test_the_sums_of_an_epoch_begin_anew_with_the_next(tmp_path):
+    run(tiny(training__n_iters=6, training__snapshot_freq=1, training__keep_last=6), tmp_path)
+    saved = [load_checkpoint(str(tmp_path / "checkpoints" / name))
+             for name in ("last-1.pt", "last.pt")]
+    assert [(state["step"], any(state["sums"])) for state in saved] == [(5, False), (6, True)]
+
+
+def test_a_run_saves_the_step_after_which_it_is_asked_to_stop(tmp_path, monkeypatch):
+    ready = prepare(tiny(), Ddp(), tmp_path)
+    show = train_dpo_ddp.report_step
+
+    def be_asked(*arguments):
+        monkeypatch.setenv("DDP_DEADLINE", "1000000001")
+        return show(*arguments)
+
+    monkeypatch.setattr(train_dpo_ddp, "report_step", be_asked)
+    train(ready, Ddp())
+    assert load_checkpoint(str(tmp_path / "checkpoints" / "last.pt"))["step"] == 2
+
+
 def test_falling_chosen_sequences_are_warned_of_once_and_sft_holds_them(tmp_path, capsys):
     settings = dict(training__n_iters=30, optim__lr=1e-2)
     warning = "have become less likely"
@@ -501,18 +521,14 @@ def test_scores_under_the_reference_are_kept_for_orders_that_stay(tmp_path, caps
     cache = tmp_path / "a" / "reference"
     fixed = dict(loss__order="fixed", training__n_iters=3)
 
-    def scores_were(folder, words, **change):
-        run(tiny(**{**fixed, **change}), tmp_path / folder)
-        assert capsys.readouterr().out.count(words) == 2, change   # for training and validation
+    def scores_were(folder, words):
+        run(tiny(**fixed), tmp_path / folder)
+        assert capsys.readouterr().out.count(words) == 2   # for training and validation
 
     scores_were("a", "computed, kept in")
     before = sorted(cache.iterdir())
     fixed["data__reference_cache"] = cache
     scores_were("b", "read from")
-    for change in (dict(training__seed=1), dict(loss__n_orders=2), dict(loss__temperature=0.5),
-                   dict(loss__order="arange"), dict(data__demo_pairs=4),
-                   dict(model__random__num_edges=9)):
-        scores_were(str(change), "computed, kept in", **change)
     size = load_checkpoint(str(before[0]))["scores"].shape
     for i, scores in enumerate((torch.full(size, math.nan), torch.zeros(3, 2), None,
                                 torch.zeros(size).to_sparse())):

@@ -234,6 +234,20 @@ def test_averages_follow_the_official_schedule():
         near(ema.shadow_params[0], torch.full((3,), expected), rtol=1e-6)
 
 
+def test_averages_that_were_saved_go_on_as_if_they_had_not_been():
+    p = torch.nn.Parameter(torch.zeros(3))
+    straight = EMA([p], decay=0.25)      # the decay of the official schedule is still below that
+    p.data.fill_(1)
+    straight.update([p])
+    loaded = EMA([p])
+    loaded.load_state_dict(copy.deepcopy(straight.state_dict()))
+    for number in (2, 3):
+        p.data.fill_(number)
+        straight.update([p])
+        loaded.update([p])
+        assert torch.equal(loaded.shadow_params[0], straight.shadow_params[0])
+
+
 def test_averages_are_swapped_in_and_back_even_when_the_block_fails():
     model = SEDD(22, 16, 1, 2, cond_dim=8).to(torch.bfloat16)
     ema = EMA(model.parameters())

@@ -1,0 +1,46 @@
+"""The reference of DPO: which scores in its cache are used again."""
+import pytest
+
+from ddp_setup import Ddp
+from mpnn.model import random_proteinmpnn
+from mpnn.reference import Reference
+from mpnn_cases import made
+from training.config import load_config
+from train_dpo_ddp import Config
+
+PAIRS = made(12, 3)
+
+
+def source_of(folder, pairs=PAIRS, weights="hash", num_edges=8, **more):
+    """Where the scores of these pairs come from: the first word of what is told."""
+    model = random_proteinmpnn(0, hidden_size=8, n_encoder=1, n_decoder=1, num_edges=num_edges)
+    settings = {"loss.order": "fixed", **more}
+    config = load_config(Config, None, [f"{key}={value}" for key, value in settings.items()])
+    _, told = Reference(model, pairs, config, Ddp()).precompute(pairs, weights, folder, "pairs")
+    return told.split()[0]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with the scores of PAIRS, by the settings of source_of and for the order arange."""
+    folder = tmp_path_factory.mktemp("scores")
+    assert source_of(folder) == source_of(folder, **{"loss.order": "arange"}) == "computed,"
+    return folder
+
+
+@pytest.mark.parametrize("change", [
+    {"weights": "another hash"}, {"num_edges": 9}, {"pairs": PAIRS[:2]}, {"pairs": PAIRS[::-1]},
+    {"pairs": [*PAIRS[:2], *made(12, 1, 1)]}, {"training.seed": 1}, {"training.batch_size": 2},
+    {"loss.temperature": 0.5}, {"loss.n_orders": 2}, {"loss.share_order": True},
+    {"loss.order": "arange", "loss.temperature": 0.5}])
+def test_scores_are_computed_anew_after_a_change_of(change, folder):
+    assert source_of(folder, **change) == "computed,"
+
+
+@pytest.mark.parametrize("change", [
+    {}, {"loss.beta": 0.5}, {"loss.order": "random"}, {"loss.order": "arange"},
+    {"loss.order": "arange", "training.seed": 1},
+    {"loss.order": "arange", "loss.n_orders": 2, "loss.share_order": True}])
+def test_scores_that_a_change_leaves_as_they_are_are_read_again(change, folder):
+    """Validation is scored under fixed orders whatever the order in training, apart from arange."""
+    assert source_of(folder, **change) == "read"
