@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ddp_setup import seed_for
-from mpnn.model import SharedContext, decoding_order
+from mpnn.model import ALPHABET, SharedContext, decoding_order
 
 MOST_DESIGNED = 0.3     # fraction of rows up to which sequences share their context's pass
 
@@ -53,7 +53,7 @@ def make_batch(pairs: list, indices: list[int], loss: Any, seed: int,
         pair_numbers: (P,) int64, the given indices.
         pair_weight: (P,) float32, weight of each pair in means over pairs.
     If few residues are designed, also the fields of model.SharedContext, by name, for S: designed,
-    context_row, sequence.
+    context_row, sequence. With loss.native, also what native_rows makes.
     """
     batch = collate(pairs, indices)
     found = {}              # contents of a row -> (its number, the row)
@@ -75,7 +75,34 @@ def make_batch(pairs: list, indices: list[int], loss: Any, seed: int,
             "scored": scored, "n_scored": scored.sum(1), "pair_numbers": torch.as_tensor(indices),
             "pair_weight": torch.tensor([pairs[i].weight for i in indices], dtype=torch.float32)}
     made.update(find_contexts(made))
+    if loss.native:
+        made.update(native_rows(batch, [pairs[i] for i in indices], seed, epoch))
     return made
+
+
+def native_rows(batch: dict, pairs: list, seed: int, epoch: int | None) -> dict:
+    """The native sequence of each of U complexes, to be decoded in a random order of all residues.
+
+    Args:
+        batch: as of collate. pairs: those of the batch, P.
+    Returns a dict of
+        native, native_order: (U, L) int64, letters and order.
+        native_known: (U, L) float32, 1 = resolved, with a known letter.
+        native_row: (P,) int64, the row of the pair's complex.
+    """
+    L = batch["S"].shape[1]
+    first_pairs = {}        # key of a complex -> the first of its pairs, which tells orders apart
+    for pair in pairs:
+        first_pairs.setdefault(pair.complex.key, pair)
+    orders = []
+    for pair in first_pairs.values():
+        key = seed_for(seed, "native", pair.key, epoch)
+        generator = torch.Generator().manual_seed(key)
+        order = torch.randperm(len(pair.complex), generator=generator)
+        orders.append(torch.cat([order, torch.arange(len(order), L)]))         # padding last
+    known = batch["mask"] * (batch["S"] != ALPHABET.index("X"))
+    return {"native": batch["S"], "native_order": torch.stack(orders), "native_known": known,
+            "native_row": batch["complex"]}
 
 
 def find_contexts(batch: dict) -> dict[str, torch.Tensor]:

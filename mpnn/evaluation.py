@@ -66,8 +66,9 @@ class Validation:
     """
 
     def __init__(self, pairs: list, reference: Reference, config: Any, objective: Callable):
-        """objective: function (log-probabilities, batch, reference scores, section Loss) -> (loss
-        of each pair, metrics {name: (P,)} of SUMS), as in training."""
+        """objective: function (log-probabilities, batch, reference scores, section Loss,
+        log-probabilities of native sequences or None) -> (loss of each pair, metrics {name: (P,)}
+        of SUMS), as in training."""
         self.pairs = pairs
         self.reference = reference
         self.config = config
@@ -99,9 +100,10 @@ class Validation:
         packed = torch.zeros(len(self.pairs), len(SUMS), dtype=torch.float64)
         mine = self.batches[ddp.rank::ddp.world_size]
         for indices in show_progress(mine, ddp, "validation pairs"):
-            batch, log_probs = self.reference.run_model(model, self.pairs, indices)
+            batch, log_probs, natives = self.reference.run_model(model, self.pairs, indices)
             reference_scores = self.reference.scores(batch, self.table)
-            _, metrics = self.objective(log_probs, batch, reference_scores, self.config.loss)
+            _, metrics = self.objective(log_probs, batch, reference_scores, self.config.loss,
+                                        natives)
             packed[indices] = pack(metrics).cpu()
             beat(ddp)
         return (self.weights[:, None] * all_sum(packed, ddp)).sum(0)
@@ -112,7 +114,7 @@ class Validation:
         found = torch.zeros(len(self.natives), 3, dtype=torch.float64)
         mine = self.native_batches[ddp.rank::ddp.world_size]
         for indices in show_progress(mine, ddp, "validation, native sequences"):
-            batch, log_probs = self.reference.run_model(model, self.natives, indices)
+            batch, log_probs, _ = self.reference.run_model(model, self.natives, indices)
             right = (log_probs.argmax(-1) == batch["S"]).float()
             difference = log_probs - self.reference.log_probs(batch)
             kl = (log_probs.exp() * difference).sum(-1)

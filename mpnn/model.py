@@ -123,9 +123,17 @@ class ProteinMPNN(nn.Module):
                 nn.init.xavier_uniform_(parameter)
 
     def forward(self, graph: Graph, S: Tensor, decoding_order: Tensor,
-                structure: Tensor | None = None, shared: SharedContext | None = None) -> Tensor:
-        """Log-probabilities (M, L, 21) of M sequences on structures of `graph`; see `decode`."""
-        return self.decode(self.encode(graph), S, decoding_order, structure, shared)
+                structure: Tensor | None = None, shared: SharedContext | None = None,
+                natives: tuple[Tensor, Tensor] | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """Log-probabilities (M, L, 21) of M sequences on structures of `graph`; see `decode`.
+
+        natives: None, or letters and orders (B, L) of a further sequence on each structure, whose
+            log-probabilities (B, L, 21) are then returned besides. They share the encoding."""
+        encoding = self.encode(graph)
+        log_probs = self.decode(encoding, S, decoding_order, structure, shared)
+        if natives is None:
+            return log_probs
+        return log_probs, self.decode(encoding, *natives)
 
     def graph(self, X: Tensor, mask: Tensor, residue_idx: Tensor, chain_id: Tensor) -> Graph:
         """The network's input for B structures. It has no parameters: cache it per structure.

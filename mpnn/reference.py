@@ -99,6 +99,25 @@ def pair_scores(log_probs: torch.Tensor, batch: dict,
     return sums, chosen_entropy / batch["n_scored"]
 
 
+def native_loss(log_probs: torch.Tensor, batch: dict) -> torch.Tensor:
+    """(P,) mean -ln p per residue of the native sequence of each pair's complex, in nats.
+
+    log_probs: (U, L, 21), of the native sequences of a batch of make_batch."""
+    token = log_probs.gather(-1, batch["native"][..., None])[..., 0]               # (U, L)
+    known = batch["native_known"]
+    return -((token * known).sum(1) / known.sum(1).clamp(min=1))[batch["native_row"]]
+
+
+def run_policy(model: torch.nn.Module, batch: dict) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Log-probabilities (M, L, 21) of the sequences of a batch on the device, and (U, L, 21) of its
+    native sequences, or None if it has none."""
+    arguments = (batch["graph"], batch["S"], batch["order"], batch["complex_row"],
+                 shared_context(batch))
+    if "native" not in batch:
+        return model(*arguments), None
+    return model(*arguments, (batch["native"], batch["native_order"]))
+
+
 # ---------------------------------------------------------------- the reference
 def stack(parts: list) -> Graph | Encoding:
     """Join Graphs (or Encodings) of one structure each into one, padded with masked rows."""
@@ -173,13 +192,11 @@ class Reference:
         return {**moved, "complexes": complexes, "graph": graph}
 
     def run_model(self, model, pairs, indices):
-        """(batch on the device, log-probabilities (M, L, 21)) of these pairs, under orders that do
-        not depend on the epoch."""
+        """(batch on the device, what run_policy returns) of these pairs, under orders that do not
+        depend on the epoch."""
         batch = make_batch(pairs, indices.tolist(), self.config.loss, self.config.training.seed)
         batch = self.to_device(batch, pairs)
-        log_probs = model(batch["graph"], batch["S"], batch["order"], batch["complex_row"],
-                          shared_context(batch))
-        return batch, log_probs
+        return batch, *run_policy(model, batch)
 
     @torch.no_grad()
     def log_probs(self, batch):
@@ -241,7 +258,7 @@ class Reference:
         mine = batches[self.ddp.rank::self.ddp.world_size]
         for indices in show_progress(mine, self.ddp, f"reference, {what}"):
             # Runs encoder and decoder as validation does, for scores equal to the last bit.
-            batch, log_probs = self.run_model(self.model, pairs, indices)
+            batch, log_probs, _ = self.run_model(self.model, pairs, indices)
             found, _ = pair_scores(log_probs, batch, self.config.loss.temperature)
             scores[indices] = found.double().cpu()
             beat(self.ddp)
