@@ -36,7 +36,7 @@ from mpnn.batches import make_batch
 from mpnn.evaluation import (SEEN, SUMS, Validation, evaluate, evaluate_start, metrics_of, pack,
                              result_lines, save_model)
 from mpnn.reference import (Reference, base_is_ca_only, check_cache, load_base, make_tables,
-                            native_loss, pair_scores, run_policy)
+                            pair_scores, run_policy)
 from mpnn.split import load_pairs
 from training.command_line import (add_run_arguments, exit_with, preparing, print_plan, ranks_meet,
                                    read_command)
@@ -110,10 +110,11 @@ class Loss:
     gamma: float = 0.5                   # simpo: margin, in nats
     sft: float = 0.0                     # factor of an added term: mean -ln p per chosen residue
     diversity_lambda: float = 0.0        # factor of a subtracted term: mean entropy per residue
-    native: float = 0.0                  # factor of an added term: mean -ln p per residue of the
-    #                                      structure's native sequence, whole, in a random order.
-    #                                      Pairs that differ at few positions teach how these are
-    #                                      decoded last; this keeps what the design of all needs
+    native_kl: float = 0.0               # factor of an added term: mean KL divergence from the base
+    #                                      weights per residue of native sequences, each decoded in a
+    #                                      random order of all residues. Pairs that differ at few
+    #                                      positions teach how these are decoded last; this keeps
+    #                                      what the design of whole sequences needs
     temperature: float = 1.0             # log_softmax(logits / temperature) in loss and rewards;
     #                                      0.1 acts like a beta up to 10 times as large
     # Decoding order. random: new in each epoch; fixed: one per pair for all epochs; arange: N to C
@@ -199,7 +200,7 @@ def check_config(config: Config, without_data: bool = False) -> None:
         if value < 1:
             problems.append(f"model.random.{key} is {value}; expected at least 1")
     problems += check_least(config, {
-        "loss": {"gamma": 0, "sft": 0, "diversity_lambda": 0, "native": 0, "n_orders": 1},
+        "loss": {"gamma": 0, "sft": 0, "diversity_lambda": 0, "native_kl": 0, "n_orders": 1},
         "data": {"max_length": 1, "demo_structures": 1, "demo_pairs": 1},
         "memory": {"structure_cache_mb": 0},
         "monitoring": {"fall": 0, "n_designs": 0}})
@@ -294,12 +295,12 @@ def preference_loss(  # noqa: PLR0913  (four log-probabilities are what a prefer
 
 
 def objective(log_probs: torch.Tensor, batch: dict, reference: torch.Tensor, loss: Loss,
-              natives: torch.Tensor | None = None) -> tuple[torch.Tensor, dict]:
+              native_kl: torch.Tensor | None = None) -> tuple[torch.Tensor, dict]:
     """The loss to minimise of each pair (P,), and metrics {name: (P,)}, of evaluation.SUMS.
 
     log_probs: (M, L, 21) of the policy. reference: (P, 2) log-probabilities of the chosen and the
-    rejected sequence under the reference, summed over residues. natives: (U, L, 21) of the policy,
-    of the native sequences; for loss.native."""
+    rejected sequence under the reference, summed over residues. native_kl: (P,) of
+    Reference.native_kl, for loss.native_kl."""
     scores, entropy = pair_scores(log_probs, batch, loss.temperature)
     chosen, rejected = scores.unbind(1)
     ref_chosen, ref_rejected = reference.unbind(1)
@@ -310,8 +311,8 @@ def objective(log_probs: torch.Tensor, batch: dict, reference: torch.Tensor, los
         total = total - loss.sft * chosen / n
     if loss.diversity_lambda:
         total = total - loss.diversity_lambda * entropy
-    if loss.native:
-        total = total + loss.native * native_loss(natives, batch)
+    if loss.native_kl:
+        total = total + loss.native_kl * native_kl
     better, worse = (loss.beta * (scores - reference)).unbind(1)
     return total, {"loss": total, "preference_loss": preference, "rewards/chosen": better,
                    "rewards/rejected": worse, "rewards/accuracies": better > worse,
@@ -327,7 +328,8 @@ def micro_batch_loss(model, batch, reference, config, ddp, dtype):
     ref = reference.scores(batch, reference.table)   # outside autocast: in float32
     with autocast(dtype, ddp):
         log_probs, natives = run_policy(model, batch)
-    loss, metrics = objective(log_probs, batch, ref, config.loss, natives)
+    native_kl = reference.native_kl(natives, batch)
+    loss, metrics = objective(log_probs, batch, ref, config.loss, native_kl)
     weight = batch["pair_weight"]
     weighted = (weight[:, None] * pack(metrics)).sum(0)
     residues = metrics["residues"].double().sum()
@@ -428,8 +430,8 @@ def describe_data(run, data, base, precision, ddp):
         terms += f" + {loss.sft:g} SFT"
     if loss.diversity_lambda:
         terms += f" - {loss.diversity_lambda:g} entropy"
-    if loss.native:
-        terms += f" + {loss.native:g} native"
+    if loss.native_kl:
+        terms += f" + {loss.native_kl:g} KL of native sequences"
     kind = "CA-only ProteinMPNN" if run.bare.ca_only else "ProteinMPNN"
     return [f"model: {kind}, {n_parameters / 1e6:.2f} million parameters, "
             f"{run.bare.num_edges} neighbours",

@@ -4,8 +4,8 @@
     mpirun -n 2 python -m bench learn dpo s2648.csv --measured ddg --lower_is_better \\
         --recipes shipped --seeds 0,1,2 --folder runs/learn_dpo
 
-A recipe is how pairs are made (options of pairs_from_scores.py) and keys that override --config; the
-first is --config as it is, each of the others changes one thing of it. The table has the base
+A recipe is how pairs are made (options of pairs_from_scores.py) and keys that override --config.
+The first is --config as it is, each of the others changes one thing of it. The table has the base
 weights in its first row, then a row for each run:
 
     Spearman    rank correlation of scores with measured values on the proteins held out: over all
@@ -65,7 +65,7 @@ class Recipe(NamedTuple):
     keys: tuple = ()        # of the config
 
 
-RECIPES = {"shipped": Recipe()}
+RECIPES = {"shipped": Recipe(), "no_kl": Recipe(keys=("loss.native_kl=0",))}
 
 
 def bench_learn_dpo(args, ddp):

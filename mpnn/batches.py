@@ -53,7 +53,7 @@ def make_batch(pairs: list, indices: list[int], loss: Any, seed: int,
         pair_numbers: (P,) int64, the given indices.
         pair_weight: (P,) float32, weight of each pair in means over pairs.
     If few residues are designed, also the fields of model.SharedContext, by name, for S: designed,
-    context_row, sequence. With loss.native, also what native_rows makes.
+    context_row, sequence. With loss.native_kl, also what native_rows makes.
     """
     batch = collate(pairs, indices)
     found = {}              # contents of a row -> (its number, the row)
@@ -75,7 +75,7 @@ def make_batch(pairs: list, indices: list[int], loss: Any, seed: int,
             "scored": scored, "n_scored": scored.sum(1), "pair_numbers": torch.as_tensor(indices),
             "pair_weight": torch.tensor([pairs[i].weight for i in indices], dtype=torch.float32)}
     made.update(find_contexts(made))
-    if loss.native:
+    if loss.native_kl:
         made.update(native_rows(batch, [pairs[i] for i in indices], seed, epoch))
     return made
 

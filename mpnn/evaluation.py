@@ -67,8 +67,8 @@ class Validation:
 
     def __init__(self, pairs: list, reference: Reference, config: Any, objective: Callable):
         """objective: function (log-probabilities, batch, reference scores, section Loss,
-        log-probabilities of native sequences or None) -> (loss of each pair, metrics {name: (P,)}
-        of SUMS), as in training."""
+        Reference.native_kl) -> (loss of each pair, metrics {name: (P,)} of SUMS), as in
+        training."""
         self.pairs = pairs
         self.reference = reference
         self.config = config
@@ -102,8 +102,9 @@ class Validation:
         for indices in show_progress(mine, ddp, "validation pairs"):
             batch, log_probs, natives = self.reference.run_model(model, self.pairs, indices)
             reference_scores = self.reference.scores(batch, self.table)
+            native_kl = self.reference.native_kl(natives, batch)
             _, metrics = self.objective(log_probs, batch, reference_scores, self.config.loss,
-                                        natives)
+                                        native_kl)
             packed[indices] = pack(metrics).cpu()
             beat(ddp)
         return (self.weights[:, None] * all_sum(packed, ddp)).sum(0)

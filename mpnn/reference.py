@@ -99,15 +99,6 @@ def pair_scores(log_probs: torch.Tensor, batch: dict,
     return sums, chosen_entropy / batch["n_scored"]
 
 
-def native_loss(log_probs: torch.Tensor, batch: dict) -> torch.Tensor:
-    """(P,) mean -ln p per residue of the native sequence of each pair's complex, in nats.
-
-    log_probs: (U, L, 21), of the native sequences of a batch of make_batch."""
-    token = log_probs.gather(-1, batch["native"][..., None])[..., 0]               # (U, L)
-    known = batch["native_known"]
-    return -((token * known).sum(1) / known.sum(1).clamp(min=1))[batch["native_row"]]
-
-
 def run_policy(model: torch.nn.Module, batch: dict) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probabilities (M, L, 21) of the sequences of a batch on the device, and (U, L, 21) of its
     native sequences, or None if it has none."""
@@ -204,6 +195,22 @@ class Reference:
         encoding = stack([self.encoding(complex) for complex in batch["complexes"]])
         return self.model.decode(encoding, batch["S"], batch["order"], batch["complex_row"],
                                  shared_context(batch))
+
+    def native_kl(self, natives, batch):
+        """(P,) mean KL divergence of a policy from the base weights, per residue of the native
+        sequence of each pair's complex, in nats: of ln(p base / p policy) under the base's p.
+
+        natives: (U, L, 21), the policy's log-probabilities of the native sequences of a batch, or
+        None: then None is returned."""
+        if natives is None:
+            return None
+        with torch.no_grad():
+            encoding = stack([self.encoding(complex) for complex in batch["complexes"]])
+            base = self.model.decode(encoding, batch["native"], batch["native_order"])
+        divergence = (base.exp() * (base - natives)).sum(-1)                       # (U, L)
+        known = batch["native_known"]
+        means = (divergence * known).sum(1) / known.sum(1).clamp(min=1)
+        return means[batch["native_row"]]
 
     def scores(self, batch, table=None):
         """(P, 2) summed log-probabilities of chosen and rejected; 0 if the loss has no reference.

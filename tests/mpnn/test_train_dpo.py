@@ -29,7 +29,7 @@ from mpnn.structures import NAMES, Complex, Structure
 import test_proteinmpnn_model
 from test_proteinmpnn_model import each_case, graph_of, near
 from mpnn_cases import Atoms
-from mpnn.reference import Reference, native_loss, pair_scores, run_policy
+from mpnn.reference import Reference, pair_scores, run_policy
 from mpnn.evaluation import Validation
 from train_dpo_ddp import (Config, Loss, MicroBatchDataset, describe_plan, micro_batch_loss,
                            objective, preference_loss, prepare, read_arguments, train)
@@ -228,35 +228,37 @@ def everywhere(model, pair, S, order):
     return model(graph, letters[None], order[None])[0], letters, weight
 
 
-def plain_native_term(model, batch, pairs, number):
-    """Mean -ln p of the known letters of a pair's native sequence, scored by itself in the order
-    that a batch has for its structure."""
+def plain_native_term(models, batch, pairs, number):
+    """KL divergence from the base weights per known letter of a pair's native sequence, scored by
+    itself in the order that a batch has for its structure. models: policy, base."""
     complex = pairs[number].complex
     place = batch["pair_numbers"].tolist().index(number)
     row = batch["complex_row"][batch["sequence_rows"][place, 0, 0]]
     order = batch["native_order"][row, :len(complex)]
     whole = Pair(complex, complex.S[:complex.n_designed], complex.S[:complex.n_designed],
                  np.ones(complex.n_designed, bool))
-    log_probs, letters, _ = everywhere(model, whole, whole.chosen, order)
+    policy, letters, _ = everywhere(models[0], whole, whole.chosen, order)
+    base = everywhere(models[1], whole, whole.chosen, order)[0].detach()
     known = torch.from_numpy(complex.mask) & (letters != ALPHABET.index("X"))
-    return -log_probs[known, letters[known]].mean()
+    return (base.exp() * (base - policy))[known].sum(-1).mean()
 
 
-def test_the_native_term_is_that_of_each_native_sequence_scored_by_itself():
-    config = tiny(loss__native=1)
+def test_the_divergence_on_native_sequences_is_that_of_each_scored_by_itself():
+    config = tiny(loss__native_kl=1)
     policy, reference, pairs = networks(config)
     batch = reference.to_device(make_batch(pairs, list(range(len(pairs))), config.loss, 0, 0))
     _, natives = run_policy(policy, batch)
     parameters = list(policy.parameters())
-    found = torch.autograd.grad(native_loss(natives, batch).sum(), parameters)
-    plain = sum(plain_native_term(policy, batch, pairs, i) for i in range(len(pairs)))
+    found = torch.autograd.grad(reference.native_kl(natives, batch).sum(), parameters)
+    models = (policy, reference.model)
+    plain = sum(plain_native_term(models, batch, pairs, i) for i in range(len(pairs)))
     for a, b in zip(found, torch.autograd.grad(plain, parameters), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * float(b.norm()) + 1e-8)
 
 
 def test_native_sequences_are_decoded_in_orders_of_all_residues_that_are_new_in_each_epoch():
     pairs = small_pairs()
-    loss = Loss(native=1)
+    loss = Loss(native_kl=1)
     first, again, second = (make_batch(pairs, [0, 16], loss, 0, epoch)["native_order"].tolist()
                             for epoch in (0, 0, 1))
     assert first == again != second
@@ -373,7 +375,7 @@ def test_metrics_of_designs_by_hand_and_a_collapsed_model_is_seen():
 def gradients_of(ddp, by_definition=False):
     """See training.gradients, of micro-batches of different sizes and pairs with weights, in
     float64. By the definition: the mean over all pairs, each scored by itself."""
-    config = tiny(loss__sft=0.3, loss__diversity_lambda=0.2, loss__n_orders=2, loss__native=0.7,
+    config = tiny(loss__sft=0.3, loss__diversity_lambda=0.2, loss__n_orders=2, loss__native_kl=0.7,
                   loss__share_order=True)      # a sequence of several pairs is computed once
     policy, ref, pairs = networks(config, ddp)
     policy = policy.double()
@@ -385,14 +387,15 @@ def gradients_of(ddp, by_definition=False):
 
     def whole(step):
         total = weights = 0.0
-        without = replace(config.loss, native=0)
+        without = replace(config.loss, native_kl=0)
         for _, _, epoch, indices in (plan.item_of(step, k) for k in range(4)):
             together = make_batch(pairs, indices, config.loss, 0, epoch)
             for i in indices:
                 batch = ref.to_device(make_batch(pairs, [i], without, 0, epoch))
                 log_probs = policy(batch["graph"], batch["S"], batch["order"], batch["complex_row"])
                 loss = objective(log_probs, batch, ref.scores(batch), without)[0].sum()
-                loss = loss + config.loss.native * plain_native_term(policy, together, pairs, i)
+                kl = plain_native_term((policy, ref.model), together, pairs, i)
+                loss = loss + config.loss.native_kl * kl
                 total = total + pairs[i].weight * loss
                 weights = weights + pairs[i].weight
         return total / weights
