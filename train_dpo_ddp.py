@@ -111,7 +111,7 @@ class Loss:
     sft: float = 0.0                     # factor of an added term: mean -ln p per chosen residue
     diversity_lambda: float = 0.0        # factor of a subtracted term: mean entropy per residue
     native_kl: float = 0.0               # factor of an added term: mean KL divergence from the base
-    #                                      weights per residue of native sequences, each decoded in a
+    #                                      weights per residue of native sequences, decoded in a
     #                                      random order of all residues. Pairs that differ at few
     #                                      positions teach how these are decoded last; this keeps
     #                                      what the design of whole sequences needs
