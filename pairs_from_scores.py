@@ -33,7 +33,8 @@ Duplicates count once, with their mean. Lines without a score are left out; so a
 fit the structure, which are named. --hold_out 0.2 leaves out all mutations of about a fifth of the
 proteins, chosen by a hash of the mutated chain's sequence, and writes them to a table beside the
 pairs (pairs.json: pairs_held_out.csv), with which sample_proteinmpnn.py --mutations measures what
-training has gained on proteins that it did not see.
+training has gained on proteins that it did not see. --ca_only reads CA atoms alone, for pairs on
+which a CA-only model is trained; a residue then needs no other atom.
 
 With --weights, the weight of a pair in the loss is its difference of scores divided by the mean
 difference of all pairs; otherwise all weights are 1. Prints the number of pairs per structure.
@@ -70,7 +71,7 @@ from training.pair_files import LEAST_WEIGHT
 
 LARGEST_SCORE = 1e100   # so that sums of differences stay finite
 MOST_ROUNDS = 1000
-FOR_MUTATIONS = ("against", "wild_type", "rounds", "hold_out")  # options that only these use
+FOR_MUTATIONS = ("against", "wild_type", "rounds", "hold_out", "ca_only")  # only these use them
 FOR_RULES = ("against", "wild_type", "rounds")
 
 
@@ -296,7 +297,7 @@ def pairs_of_mutations(args):
     if not table.names_structures:
         raise ValueError(f"{args.table} has no column pdb_file; expected the structure of each "
                          "mutation there.")
-    proteins, skipped = place_all(table, see_all=False)
+    proteins, skipped = place_all(table, see_all=False, ca_only=bool(args.ca_only))
     if skipped:
         print(describe_skipped(table, skipped), file=sys.stderr)
     held_out = []
@@ -462,6 +463,8 @@ def make_parser():
     add("--rounds", type=int, help="how many others each mutant meets (default 2)")
     add("--hold_out", type=float, metavar="FRACTION",
         help="of proteins of a table of mutations that are left out, and written to a table")
+    add("--ca_only", action="store_true", default=None,
+        help="of mutations: read CA atoms alone, for a CA-only model")
     add("--weights", action="store_true", help="weigh pairs by their difference of scores")
     return parser
 

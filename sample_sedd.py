@@ -48,7 +48,7 @@ from training.files import write_text_atomic, writing
 from training.log import progress_bar
 from training.command_line import add_launch_arguments
 from training.launch import start_ranks_if_asked
-from training.tables import refuse_all
+from training.tables import refuse_all, refuse_fasta
 from sedd.diffusion import sample
 from sedd.evaluation import BoundEstimator, draw_lengths, perplexity
 from sedd.weights import export_sedd, load_sedd
@@ -346,8 +346,9 @@ def read_variants(path, sequence):
     Raises: ValueError naming the line, also if the sequence has another letter at the place."""
     found = []
     problems = []
-    lines = Path(path).read_text(encoding="utf-8-sig", errors="replace").splitlines()
-    for number, line in enumerate(lines, 1):
+    text = Path(path).read_text(encoding="utf-8-sig", errors="replace")
+    refuse_fasta(path, text)
+    for number, line in enumerate(text.splitlines(), 1):
         words = re.findall(r"[^\s,;:+/]+", line.partition("#")[0])
         try:
             changes = [read_mutation(word, sequence) for word in words]

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from mpnn.structures import Chain, Complex, Structure, read_structure
 from training.tables import (MAX_LISTED, check_cells, read_rows, read_table_text, refuse_all,
-                         table_columns)
+                             refuse_fasta, table_columns)
 from sedd.sequences import AMINO_ACIDS, LETTERS, decode
 
 OPTIONAL = ("pdb_file", "chain", "context")
@@ -216,6 +216,7 @@ def rows_of(path, measured):
     if measured:
         raise ValueError(f"{path} is a list; expected a table with the columns mutation and "
                          f"{measured} in line 1.")
+    refuse_fasta(path, text)
     rows = []
     for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].strip()

@@ -75,6 +75,10 @@ class Design:
         self.notes.append(
             f"{structure.name}: designed chains {' '.join(self.chains)}, {len(self.rows)} rows, "
             f"{self.resolved.sum()} resolved; fixed chains {' '.join(fixed) or '(none)'}")
+        unknown = sorted({name for chain in structure.chains.values() for name in chain.unknown})
+        if unknown:
+            self.notes.append(f"{structure.name}: residues {', '.join(unknown)} are none of the 20 "
+                              "amino acids, and read as X")
         only_ca = [name for name, chain in structure.chains.items() if chain.has_only_ca]
         if only_ca and not ca_only:
             self.notes.append(f"{structure.name}: chains {' '.join(only_ca)} have CA atoms only: "
@@ -478,10 +482,14 @@ def letter_bias(args: argparse.Namespace) -> np.ndarray:
 def read_json(path: str) -> dict:
     """One dict of all JSON objects in a file, which may have several, such as one per line.
 
-    Raises: ValueError for anything else and for keys that come twice; OSError.
+    Raises: ValueError for anything else and for keys that come twice.
     """
-    with open(path, "rb") as file:   # perhaps a pipe, so its size is not known
-        data = file.read(MOST_BYTES + 1)
+    try:
+        with open(path, "rb") as file:   # perhaps a pipe, so its size is not known
+            data = file.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}; expected a file of JSON "
+                         "objects.") from None
     if len(data) > MOST_BYTES:
         raise ValueError(f"{path} has more than {MOST_BYTES:,} bytes; expected JSON objects.")
     text = data.decode("utf-8-sig", errors="replace")

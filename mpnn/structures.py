@@ -43,6 +43,7 @@ class Chain:
     X: np.ndarray               # (L, 4, 3) float32 of N, CA, C, O in Angstrom; missing atoms: 0
     resolved: np.ndarray        # (L,) bool: all four atoms are there, or CA for a CA-only model
     numbers: tuple              # (L,) residue numbers such as "12" and "12B"; None at gaps
+    unknown: tuple = ()         # names of resolved residues that are X
 
     @property
     def has_only_ca(self) -> bool:
@@ -112,8 +113,9 @@ def read_structure(path: str | Path, ca_only: bool = False) -> Structure:
     """Read a PDB or mmCIF file with the rows of the official ProteinMPNN parser.
 
     Only ATOM records are read, and HETATM records of MSE (selenomethionine), as M. A residue whose
-    name is not one of the 20 is X and keeps its coordinates. Of several atoms of one name, or
-    several residue names, at a residue number (alternative locations, models) the first counts.
+    name, in upper or lower case, is not one of the 20 is X and keeps its coordinates. Of several
+    atoms of one name, or several residue names, at a residue number (alternative locations, models)
+    the first counts.
     Nucleic acids become X rows without coordinates. mmCIF is read by author names and numbers, from
     _atom_site alone. What would be lost is refused: two residues of one number, two chains of one
     name. A number in columns 23 to 27 of a PDB file, such as 10000, is read.
@@ -226,7 +228,7 @@ def _parse_pdb(text):
     models = []
     for model in re.split(rb"^ENDMDL", text, flags=re.MULTILINE):
         # Keep only the records that the official parser reads. gemmi would also stop at END.
-        lines = re.findall(rb"^(?:ATOM|HETATM.{11}MSE)[^\r\n]*", model, re.MULTILINE)
+        lines = re.findall(rb"^(?:ATOM|HETATM.{11}(?i:MSE))[^\r\n]*", model, re.MULTILINE)
         for line in lines:
             _check_numbers(line)
         _check_places(lines)
@@ -322,7 +324,7 @@ def _parse_mmcif(text):
     groups = map(gemmi.cif.as_string, columns["group_PDB"])
     names = map(gemmi.cif.as_string, columns["label_comp_id"])
     kept = [row for row, (group, name) in enumerate(zip(groups, names))
-            if group[:1] not in ("H", "h") or name == "MSE"]
+            if group[:1] not in ("H", "h") or name.upper() == "MSE"]
     columns = {key: [values[row] for row in kept] for key, values in columns.items()}
     _check_values(columns)
     _check_identities(columns)
@@ -430,7 +432,8 @@ def _check_backbones(chains):
     only_ca = any(chain.has_only_ca for chain in chains.values())
     if only_ca and not any(chain.resolved.any() for chain in chains.values()):
         raise ValueError("it has CA atoms only; expected N, CA, C and O of each residue. For CA "
-                         f"alone, give weights of a CA-only model, {CA_MODEL}")
+                         f"alone, give weights of a CA-only model, {CA_MODEL}; to "
+                         "pairs_from_scores.py, --ca_only")
 
 
 def _make_chains(models, ca_only):
@@ -439,7 +442,7 @@ def _make_chains(models, ca_only):
     for model in models:
         for chain in model:
             for residue in chain:
-                if residue.het_flag != "H" or residue.name == "MSE":
+                if residue.het_flag != "H" or residue.name.upper() == "MSE":
                     place = (residue.seqid.num, residue.seqid.icode.strip())
                     places = residues.setdefault(chain.name, {})
                     places.setdefault(place, []).append(residue)
@@ -458,14 +461,17 @@ def _make_chain(name, places, ca_only):
     rows = sorted([*places, *((number, "") for number in gaps)])
     S = np.full(len(rows), X_ID, np.uint8)
     X = np.full((len(rows), 4, 3), np.nan, np.float32)
+    names_of_x = {}             # row -> name of its residue
     for row, place in enumerate(rows):
         residues = places.get(place, [])
         if residues:
-            residue_name = residues[0].name
+            residue_name = residues[0].name.upper()
             if residue_name == "MSE" and residues[0].het_flag == "H":
                 residue_name = "MET"
             if residue_name in NAMES:
                 S[row] = NAMES.index(residue_name)
+            else:
+                names_of_x[row] = residue_name
         for k, atom_name in enumerate(BACKBONE):
             if ca_only and k != CA:
                 continue
@@ -479,7 +485,8 @@ def _make_chain(name, places, ca_only):
     needed = known[:, [CA]] if ca_only else known
     resolved = needed.all((1, 2))
     _check_coordinates(name, X[known], X[resolved, CA])
-    return Chain(S, np.where(known, X, np.float32(0)), resolved, labels)
+    unknown = sorted({residue_name for row, residue_name in names_of_x.items() if resolved[row]})
+    return Chain(S, np.where(known, X, np.float32(0)), resolved, labels, tuple(unknown))
 
 
 def _check_coordinates(name, numbers, centres):

@@ -77,3 +77,10 @@ def refuse_all(path: str | Path, problems: list[str], things: str = "lines") -> 
     if len(problems) > MAX_LISTED:
         lines.append(f"and {len(problems) - MAX_LISTED:,} more")
     raise ValueError("\n  ".join(lines))
+
+
+def refuse_fasta(path: str | Path, text: str) -> None:
+    """Raise a ValueError for a list of variants whose text is that of a FASTA file."""
+    if text.lstrip().startswith(">"):
+        raise ValueError(f"{path} is a FASTA file, which begins with >; expected a list of "
+                         "mutations, one variant per line, such as A12V.")

@@ -175,6 +175,15 @@ def test_context_chains_of_mutations_become_fixed_chains(small):
     assert entry["preferred_seq"] == "WW" and entry["mutable_positions"] == [0]
 
 
+def test_mutations_of_a_structure_of_ca_atoms_become_pairs_for_a_ca_only_model(small, capsys):
+    atoms = Atoms().add("A", 1, "MET", ["CA"]).add("A", 2, "LYS", ["CA"])
+    (small / "ca.pdb").write_text(atoms.pdb())
+    entry, = pairs_of_table(small, DDG + "ca.pdb,A,M1A,2\n", *MEASURED, "--ca_only")
+    assert (entry["preferred_seq"], entry["unpreferred_seq"]) == ("MK", "AK")
+    assert main([str(small / "m.csv"), str(small / "q.json"), *MEASURED]) == 2
+    assert "to pairs_from_scores.py, --ca_only" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text, options, said", [
     (DDG + "small.pdb,A,M1A,1\n", ["--score", "ddg"], "expected --higher_is_better or "),
     ("mutation,score\nM1A,1\n", ["--lower_is_better"], "has no column pdb_file"),

@@ -289,9 +289,23 @@ def test_structures_that_cannot_be_read_are_named_all_at_once(sample, pdb):
     assert re.findall(r"(\w+)\.pdb: ", said) == ["x", "y"]
 
 
+def test_a_residue_that_is_read_as_x_is_told_by_its_name(sample, pdb):
+    native = pdb.read_text()
+    pdb.write_text(native.replace(" HIS ", " HIE ").replace(" LYS ", " lyz "))
+    assert "residues HIE, LYZ are none of the 20 amino acids" in sample(pdb)[1]
+    pdb.write_text(native)
+    assert "are none of the 20" not in sample(pdb)[1]
+
+
 def test_the_scores_of_designs_are_told_from_those_of_the_published_tool(sample, pdb):
     assert "0.08 lower" in sample(pdb)[1]
     assert "0.08 lower" not in sample(pdb, "--score_only")[1]
+
+
+@pytest.mark.parametrize("name, reason", [("no.jsonl", "No such file"), (".", "Is a directory")])
+def test_settings_that_cannot_be_read_are_named(sample, pdb, name, reason):
+    said = sample(pdb, "--omit_AA_jsonl", pdb.parent / name, code=2)[1]
+    assert f"cannot be read: {reason}" in said and "[Errno" not in said
 
 
 @pytest.mark.parametrize("options", [["parsed_pdbs.jsonl"],

@@ -67,6 +67,13 @@ def test_rows_of_both_formats_hold_the_letters_and_atoms_of_the_file_and_nothing
         assert not chain.X[~chain.resolved].any()
 
 
+@pytest.mark.parametrize("text", [Atoms.pdb, Atoms.mmcif])
+def test_names_of_residues_may_be_in_lower_case(tmp_path, text):
+    atoms = Atoms().add("A", 1, "ala").add("A", 2, "Trp").add("A", 3, "mse", het=True)
+    structure = read_text(tmp_path, "s.pdb" if text is Atoms.pdb else "s.cif", text(atoms))
+    assert decode(structure.chains["A"].S) == "AWM"
+
+
 def test_an_unknown_coordinate_of_mmcif_is_a_missing_atom_and_its_error_no_part_of_it(tmp_path):
     text = Atoms().add("AB-2", 1, "ALA").add("AB-2", 2, "GLY").mmcif()
     text = text.replace(" 0.125 ", " ? ").replace(" 4.125 ", " 4.125(7) ")

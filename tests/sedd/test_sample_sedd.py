@@ -236,6 +236,11 @@ def test_all_bad_lines_of_a_file_of_variants_are_named(rank, tmp_path, capsys):
     assert [number for number in "123" if f"line {number}:" in said] == ["1", "3"]
 
 
+def test_a_fasta_in_place_of_variants_is_told(rank, tmp_path, capsys):
+    (tmp_path / "v.txt").write_text(">a\nMKTA\n")
+    assert "v.txt is a FASTA file" in refused(capsys, *rank)
+
+
 @pytest.mark.parametrize("words, expected", [
     (["--number", "0"], "--number 0; expected at least 1"),
     (["--length", "9-3"], "found the length 9-3; expected a range like 80-120"),
