@@ -24,6 +24,8 @@ from training.watch import close_run, read_status, save_every, watch_run, write_
 
 # A folder with none of these names in it is not taken for a run folder.
 MARKS = {"lock.json", "metrics.jsonl", "checkpoints", "config.yaml", "status.json"}
+FILES = {"lock.json", "metrics.jsonl", "config.yaml"}   # that a run writes, besides *.pt
+FOLDERS = {"checkpoints", "samples", "designs", "reference"}   # that a run makes
 LATEST_BEAT = 1e11   # epoch seconds: year 5138; later, or nan, is no time of a clock
 JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID")
 
@@ -98,8 +100,12 @@ def names_in(run_dir) -> list[str]:
 def refuse_unwritable(run_dir) -> None:
     """Raise ValueError, naming --work_dir, if the folder cannot be made or written."""
     nearest = run_dir.absolute()
-    while not nearest.exists():
-        nearest = nearest.parent
+    try:
+        while not nearest.exists():
+            nearest = nearest.parent
+    except OSError as error:
+        raise ValueError(f"--work_dir: the run directory {str(run_dir):.200} cannot be made: "
+                         f"{error.strerror}. Give another --work_dir.") from None
     if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):
         return
     what = "may not be written" if nearest.is_dir() else "is a file"
@@ -108,12 +114,16 @@ def refuse_unwritable(run_dir) -> None:
 
 
 def refuse_folders_as_files(run_dir) -> None:
-    """Raise ValueError for a folder with the name of a file that a run writes, such as best.pt."""
-    written = MARKS - {"checkpoints"}
+    """Raise ValueError for a folder with the name of a file that a run writes, such as best.pt, or
+    a file with the name of a folder, such as checkpoints."""
     for path in sorted([*run_dir.glob("*"), *run_dir.glob("checkpoints/*")]):
-        if path.is_dir() and (path.name in written or path.suffix == ".pt"):
+        is_folder = path.is_dir()
+        if is_folder and (path.name in FILES or path.suffix == ".pt"):
             raise ValueError(f"{path} is a folder; expected a file there, which the run writes. "
                              "Move it away, or give another --work_dir.")
+        if path.name in FOLDERS and not is_folder:
+            raise ValueError(f"{path} is no folder; expected one there, which the run makes. Move "
+                             "it away, or give another --work_dir.")
 
 
 def check_lock(run, ddp) -> None:

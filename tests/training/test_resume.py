@@ -149,6 +149,19 @@ def test_a_folder_in_place_of_a_file_of_the_run_is_refused_at_the_start(name, tm
         find_checkpoint(tmp_path, None, False, Config(), ())
 
 
+@pytest.mark.parametrize("name", ["checkpoints", "samples"])
+def test_a_file_in_place_of_a_folder_of_the_run_is_refused_at_the_start(name, tmp_path):
+    (tmp_path / "config.yaml").touch()
+    (tmp_path / name).touch()
+    with pytest.raises(ValueError, match=f"{name} is no folder; expected one there"):
+        find_checkpoint(tmp_path, None, False, Config(), ())
+
+
+def test_a_name_of_a_run_folder_that_is_too_long_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="cannot be made: File name too long"):
+        find_checkpoint(tmp_path / ("x" * 300), None, False, Config(), ())
+
+
 def test_best_weights_that_are_a_link_to_itself_are_not_found(best_of_step_3, tmp_path):
     (tmp_path / "old" / "best.pt").unlink()
     (tmp_path / "old" / "best.pt").symlink_to("best.pt")
