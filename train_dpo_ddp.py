@@ -22,26 +22,22 @@ if __name__ == "__main__":   # runs this command again in a child, the rank; thi
     import ddp_guard
     ddp_guard.supervise()
 
-import copy
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 
 from ddp_setup import autocast, print0, seed_for, stop_reason
-from mpnn.batches import make_batch
-from mpnn.evaluation import (SEEN, SUMS, Validation, evaluate, evaluate_start, metrics_of, pack,
-                             result_lines, save_model)
-from mpnn.reference import (Reference, base_is_ca_only, check_cache, load_base, make_tables,
-                            pair_scores, run_policy)
-from mpnn.split import load_pairs
+import mpnn.preferences
+import sedd.preferences
 from training.command_line import (add_run_arguments, exit_with, preparing, print_plan, ranks_meet,
                                    read_command)
 from training.config import (CommonMemory, CommonMonitoring, CommonOptim, CommonTraining,
-                             DdpSection, Parser, check_common, check_least, load_config, refuse)
+                             DdpSection, Parser, check_common, check_least, config_items,
+                             load_config, refuse)
 from training.finish import finish_run, say_finished
 from training.folder import check_lock, take_folder
 from training.log import open_log
@@ -49,15 +45,19 @@ from training.loop import (N_SCALARS, Run, after_step, check_alike, clip_gradien
                            global_gradient, is_finished, open_batches, set_learning_rate,
                            start_run, step_optimizer)
 from training.meter import bad_steps_field, step_values
-from training.pair_files import try_all
 from training.pair_plan import PairPlan
 from training.plan import describe_batch, describe_run, plan_head, plan_table, print_lines
 from training.precision import choose_precision
+from training.preferences import (SEEN, SUMS, Likelihoods, evaluate, evaluate_start, metrics_of,
+                                  pack, result_lines)
+from training.reference_scores import make_tables
 from training.profile import StepProfile
 from training.resume import (ALWAYS_NEEDED, MAY_ALWAYS_CHANGE, bring_best, check_checkpoint,
                              check_data, count_micro_batches, hash_of, save_run,
                              start_or_continue)
-from training.watch import beat
+
+# model.kind -> module with what differs between them
+KINDS = {"proteinmpnn": mpnn.preferences, "sedd": sedd.preferences}
 
 
 # ---------------------------------------------------------------- config
@@ -91,6 +91,8 @@ class RandomSizes:
 
 @dataclass
 class Model:
+    kind: Literal["proteinmpnn", "sedd"] = "proteinmpnn"
+    base: str | None = None              # sedd: weights, of a file, run folder or export
     base_model_name: str = "v_48_020"    # file BASE_MODEL_DIR/NAME.pt, or a published name, see
     #                                      mpnn/published.py; "random": untrained weights
     base_model_dir: str = "vanilla_model_weights"
@@ -125,6 +127,14 @@ class Loss:
 
 
 @dataclass
+class Estimator:
+    """Of log-likelihoods of SEDD, see sedd/bounds.py."""
+    samples: int = 8                     # noise levels for each sequence of a pair
+    share: bool = True                   # the same noise for chosen and rejected
+    fixed: bool = False                  # noise: one for all epochs, or new in each
+
+
+@dataclass
 class Data:
     train_data: str | None = None        # JSON of pairs; none: demo pairs, for random weights
     val_data: str | None = None          # none: val_fraction is split off, by structure
@@ -152,6 +162,7 @@ class Monitoring(CommonMonitoring):
     #                                      sequences falls by more
     n_designs: int = 4                   # per validation structure, drawn at each evaluation
     design_temperature: float = 0.1
+    design_steps: int = 64               # sedd: of sampling, as in sample_sedd.py
 
 
 @dataclass
@@ -159,6 +170,7 @@ class Config:
     training: Training = field(default_factory=Training)
     model: Model = field(default_factory=Model)
     loss: Loss = field(default_factory=Loss)
+    estimator: Estimator = field(default_factory=Estimator)
     optim: Optim = field(default_factory=Optim)
     memory: Memory = field(default_factory=Memory)
     data: Data = field(default_factory=Data)
@@ -171,8 +183,9 @@ class Config:
 MAY_CHANGE = (*MAY_ALWAYS_CHANGE, "memory.structure_cache_mb", "monitoring.fall",
               "monitoring.n_designs", "monitoring.design_temperature", "data.reference_cache",
               "data.train_data", "data.val_data", "data.max_length", "model.base_model_name",
-              "model.base_model_dir")
+              "model.base_model_dir", "model.base", "monitoring.design_steps")
 PER_HOST = ("data.train_data", "data.val_data", "data.reference_cache", "model.base_model_name",
+            "model.base",
             "model.base_model_dir", "training.num_workers", "memory.structure_cache_mb",
             "memory.max_memory_per_gpu")   # may differ between hosts
 NEEDED = (*ALWAYS_NEEDED, "sums", "seen", "base")   # what a checkpoint must hold
@@ -195,7 +208,8 @@ def check_config(config: Config, without_data: bool = False) -> None:
         problems.append("monitoring.n_designs is 1; expected 0, or 2 and more")
     if not 0 <= temperature <= 1e3:
         problems.append(f"monitoring.design_temperature is {temperature}; expected 0 to 1,000")
-    problems += check_sources(config, without_data)
+    problems += check_kind(config)
+    problems += KINDS[config.model.kind].check(config, without_data)
     for key, value in vars(config.model.random).items():
         if value < 1:
             problems.append(f"model.random.{key} is {value}; expected at least 1")
@@ -205,6 +219,19 @@ def check_config(config: Config, without_data: bool = False) -> None:
         "memory": {"structure_cache_mb": 0},
         "monitoring": {"fall": 0, "n_designs": 0}})
     refuse(problems)
+
+
+def check_kind(config):
+    """Texts on keys that are for the other kind of model alone."""
+    problems = []
+    defaults = config_items(Config())
+    for kind, module in KINDS.items():
+        for key, value in config_items(config).items():
+            is_own = key in module.OWN_KEYS
+            if kind != config.model.kind and is_own and value != defaults[key]:
+                problems.append(f"{key} is given, which is for model.kind {kind}, and model.kind "
+                                f"is {config.model.kind}; expected it left out, or that kind")
+    return problems
 
 
 def check_loss(loss):
@@ -226,34 +253,6 @@ def check_loss(loss):
         if loss.gamma not in (0, Loss.gamma):
             problems.append(f"loss.gamma is {loss.gamma}, but loss.name {loss.name} does not use "
                             "it; expected it left out, or loss.name simpo")
-    if loss.order == "arange" and loss.n_orders != 1:
-        problems.append(f"loss.n_orders is {loss.n_orders}, but loss.order arange is a single "
-                        "order; expected 1")
-    return problems
-
-
-def check_sources(config, without_data):
-    """Texts on where base weights and pairs come from."""
-    data = config.data
-    base = config.model.base_model_name
-    has_data = without_data or data.train_data is not None
-    problems = []
-    if base != "random" and config.model.random != RandomSizes():
-        problems.append(f"model.random gives sizes, but model.base_model_name is {base}, a file "
-                        "with its own sizes; expected no model.random in the config, or "
-                        "base_model_name random")
-    if not has_data and base != "random":
-        problems.append("data.train_data is not given; expected a file of preference pairs "
-                        "(--train_data). Demo pairs are made for random weights only "
-                        "(configs/dpo_demo.yaml)")
-    for_files = (data.val_data, data.max_length, data.mutable_positions, data.mutable_ranges)
-    if not has_data and any(for_files):
-        problems.append("data.val_data, max_length, mutable_positions and mutable_ranges need "
-                        "pairs from a file, but data.train_data is not given; expected "
-                        "--train_data")
-    if data.mutable_positions is not None and data.mutable_ranges is not None:
-        problems.append("data.mutable_positions and data.mutable_ranges are given together; "
-                        "expected one of them")
     return problems
 
 
@@ -294,14 +293,14 @@ def preference_loss(  # noqa: PLR0913  (four log-probabilities are what a prefer
     raise ValueError(f"loss.name is {loss.name}; expected one of those of Loss")
 
 
-def objective(log_probs: torch.Tensor, batch: dict, reference: torch.Tensor, loss: Loss,
-              native_kl: torch.Tensor | None = None) -> tuple[torch.Tensor, dict]:
-    """The loss to minimise of each pair (P,), and metrics {name: (P,)}, of evaluation.SUMS.
+def objective(likelihoods: Likelihoods, batch: dict, reference: torch.Tensor,
+              loss: Loss) -> tuple[torch.Tensor, dict]:
+    """The loss to minimise of each pair (P,), and metrics {name: (P,)}, of preferences.SUMS.
 
-    log_probs: (M, L, 21) of the policy. reference: (P, 2) log-probabilities of the chosen and the
-    rejected sequence under the reference, summed over residues. native_kl: (P,) of
-    Reference.native_kl, for loss.native_kl."""
-    scores, entropy = pair_scores(log_probs, batch, loss.temperature)
+    likelihoods: of the policy. reference: (P, 2) log-probabilities of the chosen and the rejected
+    sequence under the reference, summed over residues. batch: of the kind's make_batch; n_scored
+    (P,) is the number of these residues."""
+    scores, entropy, native_kl = likelihoods
     chosen, rejected = scores.unbind(1)
     ref_chosen, ref_rejected = reference.unbind(1)
     n = batch["n_scored"]
@@ -327,9 +326,9 @@ def micro_batch_loss(model, batch, reference, config, ddp, dtype):
     batch = reference.to_device(batch)
     ref = reference.scores(batch, reference.table)   # outside autocast: in float32
     with autocast(dtype, ddp):
-        log_probs, natives = run_policy(model, batch)
-    native_kl = reference.native_kl(natives, batch)
-    loss, metrics = objective(log_probs, batch, ref, config.loss, native_kl)
+        outputs = reference.run_policy(model, batch)
+    likelihoods = reference.likelihoods(*outputs, batch)
+    loss, metrics = objective(likelihoods, batch, ref, config.loss)
     weight = batch["pair_weight"]
     weighted = (weight[:, None] * pack(metrics)).sum(0)
     residues = metrics["residues"].double().sum()
@@ -340,17 +339,18 @@ def micro_batch_loss(model, batch, reference, config, ddp, dtype):
 
 # ---------------------------------------------------------------- data
 class MicroBatchDataset(torch.utils.data.Dataset):
-    """(step, micro-batch, epoch, pair indices) -> tensors of this micro-batch, see make_batch.
-    Decoding orders are drawn on the CPU, so that they do not depend on device or workers."""
+    """(step, micro-batch, epoch, pair indices) -> tensors of this micro-batch. All that is random
+    is drawn on the CPU, so that it does not depend on device or workers.
 
-    def __init__(self, pairs, loss, seed):
-        self.pairs = pairs
-        self.loss = loss
+    make_batch: function (indices, epoch=) -> batch, of batch_maker of the kind of model."""
+
+    def __init__(self, make_batch, seed):
+        self.make_batch = make_batch
         self.seed = seed
 
     def __getitem__(self, item):
         step, micro, epoch, indices = item
-        batch = make_batch(self.pairs, indices, self.loss, self.seed, epoch)
+        batch = self.make_batch(indices, epoch=epoch)
         batch["seed"] = seed_for(self.seed, "dropout", step, micro)
         return batch
 
@@ -358,9 +358,11 @@ class MicroBatchDataset(torch.utils.data.Dataset):
 # ---------------------------------------------------------------- prepare
 @dataclass(kw_only=True)
 class DpoRun(Run):
+    model_kind: Any        # module of KINDS
     pairs: list
+    make_batch: Any        # see MicroBatchDataset
     base: str              # hash of the base weights
-    reference: Reference
+    reference: Any         # of kind.make_reference
     sums: torch.Tensor     # packed Totals of the epoch so far, as in checkpoints
 
 
@@ -373,30 +375,30 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
     training = config.training
     check_config(config)
     former = start_or_continue(config, ddp, work_dir, resume, fresh, MAY_CHANGE, PER_HOST)
-    data, (bare, base), _ = try_all(        # their problems in one message
-        lambda: load_pairs(config.data, training.seed, lambda: beat(ddp), base_is_ca_only(config)),
-        lambda: load_base(config),
-        lambda: check_cache(config, ddp))
-    base_hash = hash_of(bare.state_dict())
+    kind = KINDS[config.model.kind]
+    loaded = kind.load(config, ddp)
+    data = loaded.data
+    base_hash = hash_of(loaded.model.state_dict())
     dtype, precision = choose_precision(config, ddp)
     check_alike({"pairs (hash)": data.fingerprint["hash"], "base weights (hash)": base_hash}, ddp)
-    bare = bare.to(ddp.device)
-    reference = Reference(copy.deepcopy(bare), data.train, config, ddp)
-    anew = f"--base_model_name best_model --base_model_dir {'FORMER' if resume else work_dir}"
+    loaded = loaded._replace(model=loaded.model.to(ddp.device))
+    bare = loaded.model
+    reference = kind.make_reference(loaded, config, ddp)
+    anew = kind.options_anew('FORMER' if resume else work_dir)
     check_checkpoint(former, NEEDED, config, MAY_CHANGE, bare, anew)
     check_data(former, "pairs", data.fingerprint, anew)
     micro_batches = count_micro_batches(former, config, ddp)
     if former.state is not None and former.state["base"] != base_hash:
         raise ValueError(f"{former.path} was trained from other base weights (hash "
-                         f"{former.state['base']}; {base}: {base_hash}). Give the same, another "
-                         "--work_dir, or --fresh.")
+                         f"{former.state['base']}; {loaded.base}: {base_hash}). Give the same, "
+                         "another --work_dir, or --fresh.")
     plan = PairPlan(data.train, training.seed, micro_batches, training.batch_size)
     batch = micro_batches * training.batch_size
     lr_batch = min(batch, len(data.train))   # a small file does not fill the global batch
     total_weight = sum(pair.weight for pair in data.train)
     validation = None
     if data.val:
-        validation = Validation(data.val, reference, config, objective)
+        validation = kind.make_validation(loaded, reference, config, objective)
     sums = torch.zeros(len(SUMS) + len(SEEN) + N_SCALARS, dtype=torch.float64)
     if former.state is not None:
         if len(former.state["sums"]) != len(sums):
@@ -411,17 +413,18 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
                   "fallen": False,      # has warned that chosen sequences become less likely
                   "collapsed": False},  # has warned that designs become too alike
         seen=SEEN, global_batch=batch, work_dir=work_dir, fingerprint=data.fingerprint, dtype=dtype,
-        validation=validation, pairs=data.train, base=base_hash, reference=reference,
+        validation=validation, model_kind=kind, pairs=data.train, base=base_hash,
+        reference=reference, make_batch=kind.batch_maker(data.train, config, loaded),
         sums=sums.to(ddp.device),
         expected_count=batch * total_weight / len(data.train))
-    lines = describe_data(run, data, base, precision, ddp)
+    lines = describe_data(run, loaded, precision, ddp)
     print_lines(ddp, lines + describe_run(run, former.state, "pairs", lr_batch, ddp))
     take_folder(run, ddp, fresh, ("checkpoints", "reference", "designs"))
     bring_best(run, ddp, "best_model.pt")
     return run
 
 
-def describe_data(run, data, base, precision, ddp):
+def describe_data(run, loaded, precision, ddp):
     """Lines to print about model, data, loss and batch."""
     loss = run.config.loss
     n_parameters = sum(p.numel() for p in run.bare.parameters())
@@ -432,14 +435,12 @@ def describe_data(run, data, base, precision, ddp):
         terms += f" - {loss.diversity_lambda:g} entropy"
     if loss.native_kl:
         terms += f" + {loss.native_kl:g} KL of native sequences"
-    kind = "CA-only ProteinMPNN" if run.bare.ca_only else "ProteinMPNN"
-    return [f"model: {kind}, {n_parameters / 1e6:.2f} million parameters, "
-            f"{run.bare.num_edges} neighbours",
-            f"  from {base}",
+    name, more, scoring = run.model_kind.describe(run)
+    return [f"model: {name}, {n_parameters / 1e6:.2f} million parameters, {more}",
+            f"  from {loaded.base}",
             f"  {precision}; the reference is scored in float32",
-            *data.description,
-            f"loss: {loss.name}, beta {loss.beta:g}, temperature {loss.temperature:g}, "
-            f"{loss.order} order x {loss.n_orders}{terms}",
+            *loaded.data.description,
+            f"loss: {loss.name}, beta {loss.beta:g}, {scoring}{terms}",
             describe_batch(run, f"up to {run.config.training.batch_size:,} pairs", ddp)]
 
 
@@ -462,7 +463,7 @@ def train(run, ddp):  # noqa: C901  (the loop of a run on one screen, in the ord
     def loss_of(model, batch):
         return micro_batch_loss(model, batch, run.reference, config, ddp, run.dtype)
 
-    dataset = MicroBatchDataset(run.pairs, config.loss, training.seed)
+    dataset = MicroBatchDataset(run.make_batch, training.seed)
     batches = open_batches(run, dataset, loss_of, ddp)
     reason = stop_reason(ddp, progress["step"])
     while not progress["finished"] and not reason:
@@ -499,7 +500,7 @@ def train(run, ddp):  # noqa: C901  (the loop of a run on one screen, in the ord
         if is_whole_epoch:
             run.sums.zero_()
         if progress["finished"] or save_now or run.save_due or reason:
-            save_model(run, log, ddp, "latest_model.pt")
+            run.model_kind.save_model(run, log, ddp, "latest_model.pt")
             save_run(run, log, ddp, "last.pt", training.keep_last, base=run.base,
                      sums=run.sums.tolist())
         if report:   # do not count evaluation and saving as time of training
@@ -540,9 +541,9 @@ FLAGS = {"batch_size": "training.batch_size", "num_epochs": "training.num_epochs
          "weight_decay": "optim.weight_decay", "beta": "loss.beta",
          "temperature": "loss.temperature", "diversity_lambda": "loss.diversity_lambda",
          "max_length": "data.max_length", "train_data": "data.train_data",
-         "val_data": "data.val_data", "base_model_name": "model.base_model_name",
-         "base_model_dir": "model.base_model_dir", "mutable_positions": "data.mutable_positions",
-         "mutable_ranges": "data.mutable_ranges"}
+         "val_data": "data.val_data", "base": "model.base",
+         "base_model_name": "model.base_model_name", "base_model_dir": "model.base_model_dir",
+         "mutable_positions": "data.mutable_positions", "mutable_ranges": "data.mutable_ranges"}
 SEVERAL_WORDS = ("mutable_positions", "mutable_ranges")   # flags with one or more words
 
 

@@ -13,12 +13,12 @@ import torch
 import train_dpo_ddp as dpo
 import train_sedd_ddp as sedd
 from ddp_setup import BAD_INPUT, barrier, broadcast, choose_dtype
-from mpnn.reference import make_tables
 from sedd.data import names_no_data
 from sedd.prepared import FORMAT, PARTS, SETS, VERSION
 from sedd.sequences import LETTERS, N_TOKENS, X_ID, sequence_keys
 from training.command_line import add_launch_arguments, started_ranks
 from training.config import Parser
+from training.reference_scores import make_tables
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 SCRIPTS = {"sedd": (sedd, "sedd_cpu.yaml"), "dpo": (dpo, "dpo_demo.yaml")}
@@ -133,7 +133,7 @@ def training_of(run, what, ddp):
                                          run.micro_batches, seed)
     else:
         make_tables(run, ddp)
-        dataset = dpo.MicroBatchDataset(run.pairs, config.loss, seed)
+        dataset = dpo.MicroBatchDataset(run.make_batch, seed)
 
     def loss_of(model, batch):
         if what == "sedd":

@@ -21,10 +21,11 @@ import mpnn.fast_cpu
 import train_dpo_ddp as dpo
 from bench.common import (CommandParser, computes_in_bfloat16, now, read_options,
                           run_on_one_rank, say)
-from mpnn.batches import collate, collate_complexes
+from mpnn.batches import collate, collate_complexes, make_batch
 from mpnn.demo import PHI_PSI, build_backbone
 from mpnn.model import ATOMS, PAIRS, random_proteinmpnn
 from mpnn.pairs import Pair, describe, read_pairs
+from mpnn.reference import Reference
 from mpnn.structures import NAMES, Complex, read_structure
 from training.loop import global_gradient
 from training.pair_plan import PairPlan
@@ -157,7 +158,7 @@ class DpoSteps:
         self.optimizers = {
             "plain": torch.optim.Adam(self.models["plain"].parameters(), lr=3e-6),
             "ours": torch.optim.AdamW(self.models["ours"].parameters(), lr=3e-6, fused=True)}
-        self.reference = dpo.Reference(self.base, pairs, self.config, ddp)
+        self.reference = Reference(self.base, pairs, self.config, ddp)
         self.shuffled = np.random.default_rng(0).permutation(len(pairs)).tolist()
         self.plan = PairPlan(pairs, 0, 1, batch_size)
         self.taken = {"plain": 0, "ours": 0}
@@ -205,7 +206,7 @@ class DpoSteps:
             gradients = [p.grad for p in model.parameters()]
             return loss.detach(), torch.nn.utils.get_total_norm(gradients)
         start = self.clock()
-        batch = dpo.make_batch(self.pairs, indices, self.config.loss, 0, epoch)
+        batch = make_batch(self.pairs, indices, self.config.loss, 0, epoch)
         self.loading += self.clock() - start
         totals, norm = global_gradient(model, [{**batch, "seed": 0}], self.loss_of, self.ddp,
                                        self.batch_size)

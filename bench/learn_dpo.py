@@ -36,7 +36,7 @@ import torch
 import pairs_from_scores
 from bench.common import CONFIGS, CommandParser, read_options, run_on_ranks
 from ddp_setup import AGAIN, all_sum, broadcast, print0
-from mpnn.evaluation import Validation, native_pairs, unpack_sums
+from mpnn.evaluation import Validation, native_pairs
 from mpnn.fast_cpu import speed_up
 from mpnn.model import load_proteinmpnn
 from mpnn.mutations import place_all, read_mutations
@@ -48,6 +48,7 @@ from train_dpo_ddp import Config, Loss, objective, prepare, train
 from training.config import load_config
 from training.files import write_text_atomic
 from training.finish import prepare_and_train
+from training.preferences import unpack_sums
 
 N_ORDERS = 2        # in which native sequences are scored
 N_DESIGNS = 4       # of each protein

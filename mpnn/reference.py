@@ -3,13 +3,12 @@
 Policy and reference are scored by the same code, on batches of mpnn/batches.py.
 """
 import hashlib
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ddp_setup import all_sum, broadcast, load_checkpoint, print0, save_checkpoint
+from ddp_setup import all_sum
 from mpnn.batches import collate_complexes, make_batch, shared_context, to_device
 from mpnn.fast_cpu import speed_up
 from mpnn.model import (PUBLISHED, Encoding, Graph, ProteinMPNN, load_proteinmpnn,
@@ -17,10 +16,10 @@ from mpnn.model import (PUBLISHED, Encoding, Graph, ProteinMPNN, load_proteinmpn
 from mpnn.published import INSTALL, NAMES, in_folder, in_package, is_published
 from training.log import show_progress
 from training.pair_plan import eval_batches
-from training.resume import is_dense
+from training.preferences import Likelihoods
+from training.reference_scores import WITHOUT_REFERENCE, kept_scores
 from training.watch import beat
 
-WITHOUT_REFERENCE = ("reference_free", "simpo")   # losses that need no reference model
 GRAPH_INPUT = ("X", "mask", "residue_idx", "chain_id")      # arguments of ProteinMPNN.graph
 CACHE_FORMAT = 3   # version of the files of scores; part of the hash that names them
 
@@ -133,7 +132,10 @@ def stack(parts: list) -> Graph | Encoding:
 
 class Reference:
     """The base model on the device, with a cache of each complex's graph (the network's input) and
-    encoding. memory.structure_cache_mb limits the cache."""
+    encoding. memory.structure_cache_mb limits the cache.
+
+    needed: whether the loss has a reference. is_fixed: whether its scores are the same in all
+    epochs. table: these scores of all training pairs, (n, 2), or None."""
 
     def __init__(self, model, pairs, config, ddp):
         # With requires_grad off, torch rounds differently: equal weights would score unequally.
@@ -144,7 +146,8 @@ class Reference:
         self.needed = config.loss.name not in WITHOUT_REFERENCE
         self.room = config.memory.structure_cache_mb * 2**20   # bytes left in the cache
         self.cache = {}         # (kind, key of a complex) -> what was made, least recent first
-        self.table = None       # scores of all training pairs, if they are the same in all epochs
+        self.is_fixed = config.loss.order != "random"
+        self.table = None
 
     def cached(self, kind, complex, make):
         """The cached result of make() for this complex. Least recently used ones are dropped."""
@@ -212,6 +215,15 @@ class Reference:
         means = (divergence * known).sum(1) / known.sum(1).clamp(min=1)
         return means[batch["native_row"]]
 
+    def run_policy(self, model, batch):
+        """What the network says, with gradients; see the function run_policy."""
+        return run_policy(model, batch)
+
+    def likelihoods(self, log_probs, natives, batch):
+        """Likelihoods of what run_policy returned."""
+        scores, entropy = pair_scores(log_probs, batch, self.config.loss.temperature)
+        return Likelihoods(scores, entropy, self.native_kl(natives, batch))
+
     def scores(self, batch, table=None):
         """(P, 2) summed log-probabilities of chosen and rejected; 0 if the loss has no reference.
 
@@ -228,21 +240,11 @@ class Reference:
         what: of which pairs, such as "training pairs".
 
         Returns: (scores (n, 2) float32, text that says where they come from)."""
+        def compute():
+            return self.compute_scores(pairs, what)
+
         path = Path(folder) / self._file_name(pairs, weights_hash)
-        scores = None
-        trouble = ""
-        if self.ddp.is_main and path.exists():
-            try:
-                scores = read_scores(path, len(pairs))
-            except (ValueError, KeyError, TypeError, IndexError) as e:
-                trouble = f"; {path} could not be used ({str(e).splitlines()[0]})"
-        if broadcast(scores is not None, self.ddp):
-            if scores is None:
-                scores = torch.zeros(len(pairs), 2)
-            return broadcast(scores, self.ddp).to(self.ddp.device), f"read from {path}"
-        scores = self.compute_scores(pairs, what)
-        save_checkpoint(str(path), self.ddp, resumes=False, scores=scores)
-        return scores.to(self.ddp.device), f"computed, kept in {path}{trouble}"
+        return kept_scores(path, (len(pairs), 2), compute, self.ddp)
 
     def _file_name(self, pairs, weights_hash):
         loss = self.config.loss
@@ -270,43 +272,3 @@ class Reference:
             scores[indices] = found.double().cpu()
             beat(self.ddp)
         return all_sum(scores, self.ddp).float()
-
-
-def read_scores(path, n):
-    """(n, 2) finite float32 scores from a file. Raises ValueError, KeyError, TypeError or
-    IndexError."""
-    scores = load_checkpoint(str(path))["scores"]
-    if not is_dense(scores):
-        raise ValueError("scores are no tensor")
-    is_right = torch.is_tensor(scores) and scores.dtype == torch.float32
-    is_right = is_right and scores.shape == (n, 2) and bool(scores.isfinite().all())
-    if not is_right:
-        raise ValueError(f"scores are not {(n, 2)} finite {torch.float32}")
-    return scores
-
-
-def check_cache(config, ddp):
-    """Refuse a data.reference_cache that rank 0 could not write."""
-    given = config.data.reference_cache
-    folder = Path(given or ".").absolute()
-    nearest = next(p for p in (folder, *folder.parents) if p.exists())
-    is_usable = nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
-    if given and ddp.is_main and not is_usable:
-        reason = "is not writable" if nearest.is_dir() else "is a file"
-        raise ValueError(f"data.reference_cache {given} cannot be used: {nearest} {reason}. "
-                         "Expected a folder that can be written, or made.")
-
-
-def make_tables(run, ddp):
-    """Precompute (or read from the cache) the reference scores that are the same in all epochs."""
-    reference = run.reference
-    validation = run.validation
-    folder = run.config.data.reference_cache or run.work_dir / "reference"
-    if run.config.loss.order != "random" and reference.needed:
-        reference.table, source = reference.precompute(run.pairs, run.base, folder,
-                                                        "training pairs")
-        print0(ddp, f"reference, training pairs: {source}")
-    if validation is not None and reference.needed:
-        validation.table, source = reference.precompute(validation.pairs, run.base, folder,
-                                                         "validation pairs")
-        print0(ddp, f"reference, validation pairs: {source}")

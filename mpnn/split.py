@@ -16,7 +16,7 @@ import numpy as np
 
 from mpnn.demo import demo_pairs
 from mpnn.pairs import describe, read_pairs
-from training.pair_files import join_groups, try_all
+from training.pair_files import hold_out, join_groups, try_all
 from training.seeds import FOR_SPLIT, content_key, random_words
 
 MOST_MISSED = 2             # warn if the held-out fraction misses val_fraction by a larger factor
@@ -106,26 +106,19 @@ def split_pairs(pairs: list, val_fraction: float, seed: int) -> tuple[list, list
     by_sequence = len(set(groups.tolist())) == 1
     if by_sequence:
         groups = _linked_by_sequence(pairs)
-    keys, counts = np.unique(groups, return_counts=True)
+    keys = np.unique(groups)
     if len(keys) < 2:
         raise ValueError(f"all {len(pairs):,} pairs are of one structure and linked by the "
                          "sequences that they share, so none can be held out; expected pairs that "
                          "can be split. Give a file of validation pairs (--val_data), or train "
                          "without validation (data.val_fraction=0).")
-    draws = [random_words(1, FOR_SPLIT, seed, key)[0] for key in keys.tolist()]
-    order = np.argsort(draws, kind="stable").tolist()
     if by_sequence:
-        held_out = []
-        room = max(1, val_fraction * len(pairs))
-        for group in order:
-            if counts[group] <= room:
-                held_out.append(group)
-                room -= counts[group]
-        held_out = held_out or [min(order, key=lambda group: counts[group])]
+        is_val = hold_out(groups, val_fraction, seed)
     else:
+        draws = [random_words(1, FOR_SPLIT, seed, key)[0] for key in keys.tolist()]
+        order = np.argsort(draws, kind="stable").tolist()
         n_val = max(1, math.floor(val_fraction * len(keys) + 0.5))
-        held_out = order[:min(n_val, len(keys) - 1)]
-    is_val = np.isin(groups, keys[held_out])
+        is_val = np.isin(groups, keys[order[:min(n_val, len(keys) - 1)]])
     train = [pairs[i] for i in np.flatnonzero(~is_val)]
     val = [pairs[i] for i in np.flatnonzero(is_val)]
     return train, val, _split_warnings(len(val), len(pairs), val_fraction, by_sequence)

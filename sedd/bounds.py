@@ -155,6 +155,24 @@ class PairBounds:
         weighted = batch["factor"].to(loss.dtype) * loss
         return offset.flatten().index_add(0, batch["cell"], -weighted).view_as(offset)
 
+    def entropy(self, log_score: torch.Tensor, batch: dict) -> torch.Tensor:
+        """(P,) mean entropy, in nats, of the letters that a model gives at hidden residues of the
+        chosen sequence; 0 for the uniform graph, which hides none."""
+        P = len(batch["n_first"])
+        if not self.graph.absorb:
+            return log_score.new_zeros(P)
+        log_p = torch.log_softmax(log_score[..., :X_ID], -1)
+        hidden = batch["xt"] == self.graph.mask_id
+        # At seen residues scores may be infinite: a gradient of 0 x inf would be NaN.
+        log_p = torch.where(hidden[..., None], log_p, 0.0)
+        of_residue = torch.where(hidden, -(log_p.exp() * log_p).sum(-1), 0.0)
+        chosen = batch["cell"] % 2 == 0
+        row = batch["row"][chosen]
+        pair = batch["cell"][chosen] // (2 * self.samples)
+        sums = log_p.new_zeros(P).index_add(0, pair, of_residue.sum(-1)[row])
+        counts = log_p.new_zeros(P).index_add(0, pair, hidden.sum(-1)[row].to(sums.dtype))
+        return sums / counts
+
     # ---- the noise of a pair ----
 
     def draw(self, pair: Any, seed: int, epoch: int | None = None) -> tuple[list[Noised], int]:

@@ -102,6 +102,7 @@ def file_of(path):
     """
     if path.is_dir() and not (path / "config.json").exists():
         found = checkpoint_in(path)
+        found = found or model_of_dpo(path)
         if found is None and (path / "latest_model.pt").exists():
             raise ValueError(f"{path} is a run folder of train_dpo_ddp.py, so it holds a "
                              "ProteinMPNN; expected one of train_sedd_ddp.py. To draw sequences "
@@ -120,6 +121,19 @@ def file_of(path):
         raise ValueError(f"there is no {path}; expected a checkpoint of train_sedd_ddp.py, an "
                          f"exported folder, or a file in the published layout.{advice}")
     return path
+
+
+def model_of_dpo(folder):
+    """Path of the best SEDD in a run folder of train_dpo_ddp.py, or None."""
+    for name in ("best_model.pt", "latest_model.pt"):
+        path = folder / name
+        if path.is_file():
+            try:
+                read_file(path)
+            except (ValueError, OSError):   # a ProteinMPNN, or damaged
+                continue
+            return path
+    return None
 
 
 def checkpoint_in(folder):

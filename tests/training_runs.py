@@ -12,10 +12,10 @@ import train_dpo_ddp
 import train_sedd_ddp
 from ddp_setup import load_checkpoint, wrap_ddp
 from launchers import ROOT, fork_ranks
-from mpnn.reference import make_tables
 from training.config import load_config
 from training.finish import prepare_and_train
 from training.loop import global_gradient, open_batches, take_step
+from training.reference_scores import make_tables
 
 SCRIPTS = {"sedd": train_sedd_ddp, "dpo": train_dpo_ddp}
 
@@ -198,4 +198,4 @@ def dataset_of(run, what, ddp):
         return train_sedd_ddp.MicroBatchDataset(run.graph, run.noise, run.config.data.max_length,
                                                 run.micro_batches, seed)
     make_tables(run, ddp)
-    return train_dpo_ddp.MicroBatchDataset(run.pairs, run.config.loss, seed)
+    return train_dpo_ddp.MicroBatchDataset(run.make_batch, seed)

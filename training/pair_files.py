@@ -9,6 +9,10 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+
+from training.seeds import FOR_SPLIT, random_words
+
 MAX_LISTED = 20             # at most so many problems of a file, or contradictions, are listed
 LEAST_WEIGHT = 1e-6         # of a pair
 MOST_WEIGHT = 1e6
@@ -24,7 +28,12 @@ def read_items(path: Path, read: Callable, mend: str, alive: Callable = lambda: 
     Raises: one ValueError with the first problem of each bad item, counted from 0;
         OSError for a file that cannot be opened.
     """
-    entries = read_entries(path)
+    return read_list(path, read_entries(path), read, mend, alive)
+
+
+def read_list(path: Path, entries: list, read: Callable, mend: str,
+              alive: Callable = lambda: None) -> list:
+    """What `read` makes of each entry of a file at `path`; see read_items."""
     found = []
     items_of = {}               # problem -> items that have it
     for item, entry in enumerate(entries):
@@ -100,6 +109,24 @@ def join_groups(sets: list[set]) -> list:
             low, high = sorted((root(texts[0]), root(text)))
             parent[high] = low
     return [root(texts[0]) for texts in linked]
+
+
+def hold_out(groups: np.ndarray, val_fraction: float, seed: int) -> np.ndarray:
+    """(n,) bool: which pairs are held out, whole groups drawn at random, about val_fraction of all;
+    the smallest group at least. Only the seed and the groups decide.
+
+    groups: (n,) int64, two different ones at least."""
+    keys, counts = np.unique(groups, return_counts=True)
+    draws = [random_words(1, FOR_SPLIT, seed, key)[0] for key in keys.tolist()]
+    order = np.argsort(draws, kind="stable").tolist()
+    held_out = []
+    room = max(1, val_fraction * len(groups))
+    for group in order:
+        if counts[group] <= room:
+            held_out.append(group)
+            room -= counts[group]
+    held_out = held_out or [min(order, key=lambda group: counts[group])]
+    return np.isin(groups, keys[held_out])
 
 
 def try_all(*functions: Callable) -> list:

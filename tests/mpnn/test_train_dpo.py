@@ -31,10 +31,12 @@ from test_proteinmpnn_model import each_case, graph_of, near
 from mpnn_cases import Atoms
 from mpnn.reference import Reference, pair_scores, run_policy
 from mpnn.evaluation import Validation
+from mpnn.preferences import batch_maker
 from train_dpo_ddp import (Config, Loss, MicroBatchDataset, describe_plan, micro_batch_loss,
                            objective, preference_loss, prepare, read_arguments, train)
 from training.loop import MicroBatchSampler
 from training.pair_plan import PairPlan
+from training.preferences import Likelihoods
 from training.watch import read_status
 from training_runs import (  # noqa: F401 (the fixture one_thread)
     ROOT, assert_refused, command_lines, driver, equal, gradients, on_ranks, one_thread, rows,
@@ -90,7 +92,8 @@ def test_losses_have_the_values_of_the_official_model(fixture):
         reference = pair_scores(reference, batch, 1)[0]
         for name in get_args(Loss.__annotations__["name"]):
             loss = Loss(name=name, beta=2.0 if name == "simpo" else 0.1)
-            values, _ = objective(policy, batch, reference, loss)
+            values, _ = objective(Likelihoods(*pair_scores(policy, batch, 1)), batch, reference,
+                                  loss)
             near(values, case["dpo"]["losses"][names.get(name, name)],
                  **(dict(rtol=1e-3) if name == "ipo" else dict(atol=3e-4)))
 
@@ -106,8 +109,9 @@ def test_loss_and_gradient_in_order_are_those_of_the_original(fixture):
         for name, T in (("T0p1", 0.1), ("T1p0", 1.0)):
             with torch.no_grad():
                 ref = pair_scores(floor(scored(reference, inputs, batch), T), batch, T)[0]
-            value = objective(floor(scored(policy, inputs, batch), T), batch, ref,
-                              Loss(temperature=T))[0].mean()
+            likelihoods = Likelihoods(*pair_scores(floor(scored(policy, inputs, batch), T), batch,
+                                                   T))
+            value = objective(likelihoods, batch, ref, Loss(temperature=T))[0].mean()
             norm = torch.nn.utils.get_total_norm(torch.autograd.grad(value, policy.parameters()))
             for found, what in ((value.detach(), "loss"), (norm, "grad_norm")):
                 near(found, case["invfold"][f"{what}_{name}"], rtol=2e-3, atol=1e-5)
@@ -138,7 +142,8 @@ def test_sft_adds_the_mean_negative_log_probability_and_diversity_takes_off_the_
     entropy = -(0.6 * math.log(0.6) + 0.3 * math.log(0.3) + 0.1 * math.log(0.1 / 19))
     loss = Loss(sft=2.0, diversity_lambda=0.5)
     reference = torch.zeros(1, 2).double()
-    value, metrics = objective(p.log().repeat(2, 1, 1), batch, reference, loss)
+    likelihoods = Likelihoods(*pair_scores(p.log().repeat(2, 1, 1), batch, 1))
+    value, metrics = objective(likelihoods, batch, reference, loss)
     sigmoid = math.log(1 + math.exp(-0.1 * 3 * (math.log(0.6) - math.log(0.3))))
     assert value.item() == pytest.approx(sigmoid - 2 * math.log(0.6) - 0.5 * entropy)
     assert metrics["preference_loss"].item() == pytest.approx(sigmoid)
@@ -269,7 +274,7 @@ def test_native_sequences_are_decoded_in_orders_of_all_residues_that_are_new_in_
 
 
 def test_dropout_is_seeded_by_step_and_micro_batch_anew():
-    dataset = MicroBatchDataset(demo_pairs(0, 1, 1), Loss(), seed=0)
+    dataset = MicroBatchDataset(batch_maker(demo_pairs(0, 1, 1), Config(), None), seed=0)
     seeds = {dataset[step, micro, 0, [0]]["seed"] for step in range(2) for micro in range(2)}
     assert len(seeds) == 4
 
@@ -393,7 +398,8 @@ def gradients_of(ddp, by_definition=False):
             for i in indices:
                 batch = ref.to_device(make_batch(pairs, [i], without, 0, epoch))
                 log_probs = policy(batch["graph"], batch["S"], batch["order"], batch["complex_row"])
-                loss = objective(log_probs, batch, ref.scores(batch), without)[0].sum()
+                likelihoods = ref.likelihoods(log_probs, None, batch)
+                loss = objective(likelihoods, batch, ref.scores(batch), without)[0].sum()
                 kl = plain_native_term((policy, ref.model), together, pairs, i)
                 loss = loss + config.loss.native_kl * kl
                 total = total + pairs[i].weight * loss
@@ -401,7 +407,7 @@ def gradients_of(ddp, by_definition=False):
         return total / weights
 
     return gradients(policy, MicroBatchSampler(plan.item_of, 4, ddp, 0, 2), MicroBatchDataset(
-        pairs, config.loss, 0), loss_of, ddp, whole if by_definition else None)
+        batch_maker(pairs, config, None), 0), loss_of, ddp, whole if by_definition else None)
 
 
 def test_any_number_of_ranks_makes_the_gradient_of_the_weighted_mean_and_the_designs(tmp_path):

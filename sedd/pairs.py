@@ -1,0 +1,188 @@
+"""Preference pairs of proteins, without structures: files, each entry checked, and their split.
+
+    data = load_pairs(config.data, seed=0, longest=512)     # all that a run needs, in one call
+
+Reads a JSON list of objects, one object per line in a .jsonl file, or a table (.csv, .tsv: commas
+or tabs) with columns. Keys of an object, and columns:
+    preferred_seq, unpreferred_seq
+                    letters of the 20 amino acids and X; the lengths may differ
+    group           optional: pairs of one group, such as a protein, are all for training or all for
+                    validation. So are pairs that share a sequence
+    weight          of the pair in the loss, 1e-6 to 1e6; optional, default 1
+    description     anything; not used
+Writes nothing. No model and no process group here.
+"""
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sedd.sequences import X_ID, encode
+from training.pair_files import (hold_out, join_groups, quote, read_items, read_list, read_weight,
+                                 try_all)
+from training.seeds import content_key
+from training.tables import check_cells, read_rows
+
+REQUIRED = ("preferred_seq", "unpreferred_seq")
+OPTIONAL = ("group", "weight", "description")
+TABLES = (".csv", ".tsv")
+
+
+class SequencePair:
+    """Two proteins, the first preferred.
+
+    chosen, rejected: (L,) uint8 letters. group: text, or None. weight: in means over pairs.
+    key: hash of both, for seeds and caches. length, shared_key: see training/pair_plan.py.
+    """
+
+    def __init__(self, chosen: np.ndarray, rejected: np.ndarray, group: str | None = None,
+                 weight: float = 1.0):
+        self.chosen = chosen
+        self.rejected = rejected
+        self.group = group
+        self.weight = weight
+        self.key = content_key(chosen, rejected)
+        self.length = max(len(chosen), len(rejected))
+        self.shared_key = self.length
+
+
+class PairsOfRun(NamedTuple):
+    """The pairs of a run."""
+    train: list                 # of SequencePair
+    val: list | None
+    fingerprint: dict           # {"n", "hash"}, compared when a run is resumed
+    description: list           # lines to print
+
+
+def read_pairs(path: str | Path, longest: int,
+               alive: Callable = lambda: None) -> list[SequencePair]:
+    """Read and check a file of pairs.
+
+    Args:
+        longest: most residues of a sequence. alive: called before each pair.
+    Raises: one ValueError with the first problem of each bad item, counted from 0 (of a table: from
+        the line below the header); OSError for a file that cannot be opened.
+    """
+    path = Path(path)
+
+    def read(entry):
+        return read_pair(entry, longest)
+
+    if path.suffix.lower() in TABLES:
+        rows = [row for _, row in read_rows(path, REQUIRED, OPTIONAL)]
+        return read_list(path, rows, lambda row: read(entry_of(row)), "the table", alive)
+    return read_items(path, read, "the file", alive)
+
+
+def entry_of(row):
+    """A row of a table as an object of a JSON file. Raises: ValueError."""
+    cells = {name: text for name, text in check_cells(row).items()
+             if name in REQUIRED or name in OPTIONAL and text}
+    if "weight" in cells:
+        try:
+            cells["weight"] = float(cells["weight"])
+        except ValueError:
+            pass    # read_weight says what is wrong with a text
+    return cells
+
+
+def read_pair(entry, longest):
+    """SequencePair of an object. Raises: ValueError with the first problem."""
+    if not isinstance(entry, dict):
+        raise ValueError(f"found {quote(entry)}; expected an object")
+    if "pdb_file" in entry:
+        raise ValueError("a pair on a structure (pdb_file); expected sequences alone. For "
+                         "ProteinMPNN give model.kind=proteinmpnn")
+    for key in sorted(entry.keys() - {*REQUIRED, *OPTIONAL}):
+        raise ValueError(f"unknown key {key}; known are {' '.join(REQUIRED + OPTIONAL)}")
+    group = entry.get("group")
+    if group is not None and not (isinstance(group, str) and group.strip()):
+        raise ValueError(f"group is {quote(group)}; expected a text that is not empty")
+    chosen, rejected = (read_letters(entry, key, longest) for key in REQUIRED)
+    if np.array_equal(chosen, rejected):
+        raise ValueError("preferred and unpreferred are equal: no preference")
+    return SequencePair(chosen, rejected, group, read_weight(entry))
+
+
+def read_letters(entry, key, longest):
+    """(L,) uint8 letters of a sequence of an entry. Raises: ValueError."""
+    text = entry.get(key)
+    if not isinstance(text, str) or not text:
+        raise ValueError(f"{key} is {quote(text)}; expected the letters of a protein")
+    try:
+        letters = encode(text)
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}".rstrip(".")) from None
+    if (letters == X_ID).all():
+        raise ValueError(f"{key} has unknown residues alone; expected some of the 20 amino acids")
+    if len(letters) > longest:
+        raise ValueError(f"{key} has {len(letters):,} residues; expected at most {longest:,}, as "
+                         "the base was trained on no longer ones, or data.max_length says so")
+    return letters
+
+
+def load_pairs(data: Any, seed: int, longest: int, alive: Callable = lambda: None) -> PairsOfRun:
+    """The pairs to train on and to validate with.
+
+    Args:
+        data: section of a config with train_data, val_data, val_fraction.
+        seed: of the split. longest, alive: see read_pairs.
+    Raises: ValueError that lists the problems of both files.
+    """
+    def read(path):
+        return None if path is None else read_pairs(path, longest, alive)
+
+    pairs, val = try_all(lambda: read(data.train_data), lambda: read(data.val_data))
+    lines = [f"data: {data.train_data}: {describe(pairs)}"]
+    if val is not None:
+        lines.append(f"  {data.val_data}, for validation: {describe(val)}")
+        groups = groups_of([*pairs, *val])
+        shared = set(groups[:len(pairs)].tolist()) & set(groups[len(pairs):].tolist())
+        if shared:
+            lines.append(f"ATTENTION: {len(shared):,} groups of pairs that share a sequence are in "
+                         "training and validation: it does not tell about new proteins")
+    elif data.val_fraction:
+        groups = groups_of(pairs)
+        if len(set(groups.tolist())) < 2:
+            raise ValueError(f"all {len(pairs):,} pairs are of one group, or linked by sequences "
+                             "that they share, so none can be held out; expected two groups or "
+                             "more. Give a file of validation pairs (--val_data), or train "
+                             "without validation (data.val_fraction=0).")
+        is_val = hold_out(groups, data.val_fraction, seed)
+        val = [pair for pair, held in zip(pairs, is_val) if held]
+        n_groups = len(set(groups[is_val].tolist()))
+        pairs = [pair for pair, held in zip(pairs, is_val) if not held]
+        lines.append(f"  {len(pairs):,} pairs for training, {len(val):,} in {n_groups:,} group(s) "
+                     "for validation")
+    content = [[(pair.key, pair.weight) for pair in part] for part in (pairs, val or [])]
+    digest = hashlib.blake2b(repr(content).encode(), digest_size=8).hexdigest()
+    return PairsOfRun(pairs, val, {"n": len(pairs), "hash": digest}, lines)
+
+
+def groups_of(pairs: list[SequencePair]) -> np.ndarray:
+    """(n,) int64, equal for pairs of one group, and for those that share a sequence, directly or
+    through other pairs."""
+    sets = []
+    for pair in pairs:
+        texts = {pair.chosen.tobytes(), pair.rejected.tobytes()}
+        if pair.group is not None:
+            texts.add(b"\xff" + pair.group.encode())     # no letter of a sequence
+        sets.append(texts)
+    return np.array([content_key(root) for root in join_groups(sets)], np.int64)
+
+
+def describe(pairs: list[SequencePair]) -> str:
+    """One line about the pairs of a file."""
+    lengths = [len(side) for pair in pairs for side in (pair.chosen, pair.rejected)]
+    differ = [int((pair.chosen != pair.rejected).sum()) for pair in pairs
+              if len(pair.chosen) == len(pair.rejected)]
+    text = f"{len(pairs):,} pairs, {min(lengths):,} to {max(lengths):,} residues"
+    if differ:
+        text += (f"; {len(differ):,} of equal length, which differ at {min(differ):,} to "
+                 f"{max(differ):,} positions (median {int(np.median(differ)):,})")
+    contradicted = {(pair.rejected.tobytes(), pair.chosen.tobytes()) for pair in pairs}
+    n = sum((pair.chosen.tobytes(), pair.rejected.tobytes()) in contradicted for pair in pairs)
+    return text + (f"; {n:,} contradict another" if n else "")

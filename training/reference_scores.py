@@ -1,0 +1,81 @@
+"""Scores of a reference model, kept in files; the check of the folder that they go to.
+
+    table, source = kept_scores(path, (len(pairs), 2), compute, ddp)
+    check_cache(config, ddp)
+    make_tables(run, ddp)
+"""
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from ddp_setup import Ddp, broadcast, load_checkpoint, print0, save_checkpoint
+from training.resume import is_dense
+
+WITHOUT_REFERENCE = ("reference_free", "simpo")   # losses that need no reference model
+
+
+def kept_scores(path: Path, shape: tuple, compute: Callable,
+                ddp: Ddp) -> tuple[torch.Tensor, str]:
+    """Scores from a file, or else computed and written there. A collective.
+
+    Args:
+        path:    its name should be a hash of all inputs.
+        compute: function () -> scores of this shape, float32, equal on all ranks.
+    Returns: (scores on the device, text that says where they come from).
+    """
+    scores = None
+    trouble = ""
+    if ddp.is_main and path.exists():
+        try:
+            scores = read_scores(path, shape)
+        except (ValueError, KeyError, TypeError, IndexError) as e:
+            trouble = f"; {path} could not be used ({str(e).splitlines()[0]})"
+    if broadcast(scores is not None, ddp):
+        if scores is None:
+            scores = torch.zeros(shape)
+        return broadcast(scores, ddp).to(ddp.device), f"read from {path}"
+    scores = compute()
+    save_checkpoint(str(path), ddp, resumes=False, scores=scores)
+    return scores.to(ddp.device), f"computed, kept in {path}{trouble}"
+
+
+def read_scores(path, shape):
+    """Finite float32 scores of this shape from a file. Raises ValueError, KeyError, TypeError or
+    IndexError."""
+    scores = load_checkpoint(str(path))["scores"]
+    if not is_dense(scores):
+        raise ValueError("scores are no tensor")
+    is_right = torch.is_tensor(scores) and scores.dtype == torch.float32
+    is_right = is_right and scores.shape == shape and bool(scores.isfinite().all())
+    if not is_right:
+        raise ValueError(f"scores are not {shape} finite {torch.float32}")
+    return scores
+
+
+def check_cache(config, ddp):
+    """Refuse a data.reference_cache that rank 0 could not write."""
+    given = config.data.reference_cache
+    folder = Path(given or ".").absolute()
+    nearest = next(p for p in (folder, *folder.parents) if p.exists())
+    is_usable = nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
+    if given and ddp.is_main and not is_usable:
+        reason = "is not writable" if nearest.is_dir() else "is a file"
+        raise ValueError(f"data.reference_cache {given} cannot be used: {nearest} {reason}. "
+                         "Expected a folder that can be written, or made.")
+
+
+def make_tables(run, ddp):
+    """Precompute (or read from the cache) the reference scores that are the same in all epochs."""
+    reference = run.reference
+    validation = run.validation
+    folder = run.config.data.reference_cache or run.work_dir / "reference"
+    if reference.is_fixed and reference.needed:
+        reference.table, source = reference.precompute(run.pairs, run.base, folder,
+                                                        "training pairs")
+        print0(ddp, f"reference, training pairs: {source}")
+    if validation is not None and reference.needed:
+        validation.table, source = reference.precompute(validation.pairs, run.base, folder,
+                                                         "validation pairs")
+        print0(ddp, f"reference, validation pairs: {source}")
