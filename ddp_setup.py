@@ -1159,23 +1159,9 @@ def _join(ddp, env, init_timeout, error):
     local_world_size = ddp.local_world_size or hosts.count(ddp.host)
     _set_environment(ddp, meeting.address, local_world_size)
     control = _make_groups(ddp, env, init_timeout)
-    notes = [*ddp.notes, f"rank 0 at {meeting.address}, found {source}"]
-    if hasattr(os, "sched_getaffinity"):
-        notes += _notes_on_binding(env, local_world_size, os.sched_getaffinity(0), cores_given())
+    notes = [*ddp.notes, f"rank 0 at {meeting.address}, found {source}", *table["notes"]]
     return replace(ddp, local_world_size=local_world_size, control=control,
                    node_rank=list(dict.fromkeys(hosts)).index(ddp.host), notes=tuple(notes))
-
-
-def _notes_on_binding(env, ranks_here, own, given):
-    """A note if OpenMP has bound this process to the first of the cores that all ranks here share.
-
-    own, given: sets of cores, of this process now and at its start; given may be None."""
-    names = [name for name in ("OMP_PROC_BIND", "OMP_PLACES") if env.get(name)]
-    launcher_bound_none = given is not None and len(given) == os.cpu_count()
-    if ranks_here == 1 or not names or not launcher_bound_none or own == given:
-        return []
-    return [f"ATTENTION: {' and '.join(names)} bind all {ranks_here} ranks of this host to core "
-            f"{min(own)}: unset, or have the launcher give each rank cores of its own"]
 
 
 def _set_environment(ddp, address, local_world_size):
@@ -1335,9 +1321,12 @@ def _speaks_for_host(ddp):
 
 
 def _meet(ddp, store, error, limit, hub_host):
-    """Report to rank 0 and return its answer, a dict: "hosts" of all ranks, and "hub", the address
-    of rank 0's guard (None: guards are not connected). SetupError: the ranks do not match."""
+    """Report to rank 0 and return its answer, a dict: "hosts" of all ranks; "notes", texts to
+    print; and "hub", the address of rank 0's guard (None: guards are not connected). SetupError:
+    the ranks do not match."""
+    own = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
     report = {"host": ddp.host, "backend": ddp.backend, "torch": torch.__version__, "error": error,
+              "bound": _bound_by_openmp(os.environ, own, cores_given()),
               "guarded": ddp.state.guard is not None,
               "device": None if error else _device_id(ddp.device)}
     if store.add(f"came/{ddp.rank}", 1) > 1:   # before reading a table, which is another run's
@@ -1384,13 +1373,41 @@ def _answer_all(ddp, store, limit, hub_host):
         if not hub:
             print0(ddp, "ATTENTION: the guards cannot be joined, so no rank is guarded")
     table = {"problem": problem, "code": code, "hub": hub,
-             "hosts": [report["host"] for report in reports.values()]}
+             "hosts": [report["host"] for report in reports.values()],
+             "notes": _notes_on_binding(reports.values())}
     store.set("table", json.dumps(table))
     if problem:   # the store ends with rank 0: the others must read the table first
         with contextlib.suppress(RuntimeError):
             store.wait([f"read/{rank}" for rank in reports if rank], timedelta(seconds=TABLE_READ))
         raise SetupError(problem, code=code)
     return table
+
+
+def _bound_by_openmp(env, own, given):
+    """The cores to which OpenMP has bound this process, ascending; [] if it has bound it to none.
+
+    own, given: sets of cores, of this process now and at its start. The start tells nothing if it
+    is not known (None), or if the launcher was bound before, as torchrun is: then one core does.
+    """
+    asked = env.get("OMP_PROC_BIND") or env.get("OMP_PLACES")
+    was_narrowed = given is not None and own != given
+    if asked and (was_narrowed or len(own) == 1):
+        return sorted(own)
+    return []
+
+
+def _notes_on_binding(reports):
+    """A note if OpenMP has bound several ranks of a host to the same cores."""
+    counts = {}   # {(host, its cores): ranks that are bound to them}
+    for report in reports:
+        place = (report["host"], listed(report["bound"]))
+        counts[place] = counts.get(place, 0) + 1
+    for (host, cores), ranks in counts.items():
+        if cores and ranks > 1:
+            return [f"ATTENTION: with OMP_PROC_BIND or OMP_PLACES set, {ranks} ranks of {host} are "
+                    f"bound to core {cores}: unset both, or have the launcher give each rank cores "
+                    "of its own"]
+    return []
 
 
 def _start_hub(ddp, host):
@@ -2075,6 +2092,7 @@ DDP_MPI4PY=0               never import mpi4py
 DDP_GLOO_MAX_RANKS         with more ranks than this (256), objects, flags, barriers avoid gloo
 DDP_LOG_ALL=1              print0 prints on every rank, with its number
 DDP_DEADLINE               epoch seconds at which stop_reason says stop
+OMP_PROC_BIND, OMP_PLACES  OpenMP's; ranks that they bind to the same cores are told
 DDP_GUARD_FD               set by ddp_guard.py, for its own child (DDP_GUARD=0: no guard)
 
 Environment that is set until cleanup_ddp, if there are several ranks: RANK, WORLD_SIZE,

@@ -436,6 +436,15 @@ guard.sendall(b'{"bye": 60}\\n{"left": true}\\n')
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_the_guards_of_other_hosts_reach_the_hub_at_an_address_of_ipv6(ipv6, tmp_path):
+    done = run(HUB.replace("127.0.0.1", "::1") + """
+with socket.create_connection((host, port)):
+    print(host)
+guard.sendall(b'{"bye": 60}\\n{"left": true}\\n')
+""", tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "::1\n", "")
+
+
 def test_a_sign_without_number_or_host_is_a_stranger(tmp_path):
     done = run(HUB + """
 for fields in {"number": "1", "host": "n1"}, {"number": 1}, {"host": "n1"}:
@@ -497,14 +506,9 @@ time.sleep(60)
     assert done.returncode == 70 and done.stderr.count("FAILED: rank 0 of 1") == 1, done.stderr
 
 
-def abort_with(text, cause, folder):
-    """Run a rank that calls abort with a text (a Python expression) and a cause."""
-    return run("from ddp_setup import abort, setup_ddp\n"
-               f"abort(setup_ddp(quiet=True), {text}, cause={cause!r})\n", folder)
-
-
 def test_a_failure_of_many_words_is_told_in_all_of_them(tmp_path):
-    done = abort_with("'word ' * 100_000 + '.'", "many words", tmp_path)
+    done = run("from ddp_setup import abort, setup_ddp\n"
+               "abort(setup_ddp(quiet=True), 'word ' * 100_000 + '.', cause='many')\n", tmp_path)
     assert done.stderr.count("word ") == 100_000
     assert done.returncode == 1 and "FAILED: rank 0 of 1" in done.stderr
 
@@ -519,10 +523,12 @@ def test_the_same_command_goes_on_only_from_a_checkpoint(checkpoint, option, adv
     assert ddp_guard.what_the_same_command_does(command, checkpoint) == advice
 
 
-def test_a_long_cause_stays_whole_in_the_last_line(tmp_path):
+def test_a_long_cause_stays_whole_in_the_last_line():
     cause = "x" * 330 + " Lower optim.lr"
-    done = abort_with("'see below'", cause, tmp_path)
-    assert f": {cause}. No checkpoint yet" in done.stderr
+    me = Rank(0, "n0", 0.0)
+    guard = SimpleNamespace(me=me, size=1, how_to_go_on=str)
+    words = ddp_guard.Guard.last_words(guard, me.blame(1, cause, text="see below"))
+    assert f": {cause}. No checkpoint yet" in words
 
 
 @pytest.mark.parametrize("end, code", [("print('to the end')", 0),

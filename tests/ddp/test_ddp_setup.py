@@ -118,7 +118,6 @@ def test_ranks_on_one_host_ask_no_name_service(monkeypatch):
         ddp_setup._place_of_rank_0(dataclasses.replace(alone, launcher="torchrun"), env)
 
 
-EVERY_CORE = {0, 1, 2, 3}
 PLACES = {"n0": ["10.0.0.1"], "self": ["127.0.1.1"], "six": ["fd00::1"],
           socket.gethostname(): ["10.0.0.9"]}
 MPI = object()
@@ -168,7 +167,21 @@ def test_the_interface_of_an_address_of_ipv6_is_found():
     assert ddp_setup._interface_of("::1") == "lo"
 
 
+def test_where_a_name_means_an_address_of_ipv6_alone_it_tells_the_own_one(ipv6):
+    assert ddp_setup._resolve("::1") == "::1" == ddp_setup._route_to("::1")
+
+
 STRANGER = ddp_setup.SetupError("held by a stranger")
+
+
+def test_ranks_meet_at_an_address_of_ipv6(ipv6):
+    listener = ddp_setup._listen(ddp_setup.Address("::1", 0, ""))
+    address = ddp_setup.Address("::1", listener.getsockname()[1], "")
+    store = torch.distributed.TCPStore(*address[:2], None, True, wait_for_workers=False,
+                                       master_listen_fd=listener.detach())
+    store.set("served", "")
+    ddp_setup._await_listener(Ddp(), address, 30, STRANGER)
+    assert ddp_setup._connect(address, 30, "served", STRANGER).check(["served"])
 
 
 def listen_silently(port):
@@ -781,14 +794,23 @@ def test_a_file_that_unpacks_to_more_than_its_bytes_is_no_checkpoint(packed):
         load_checkpoint(packed)
 
 
-@pytest.mark.parametrize("env, ranks, own, given, is_told", [
-    ({"OMP_PROC_BIND": "close"}, 2, {0}, EVERY_CORE, True),
-    ({"OMP_PLACES": "cores"}, 2, {0}, EVERY_CORE, True),
-    ({}, 2, {0}, EVERY_CORE, False), ({"OMP_PROC_BIND": "close"}, 1, {0}, EVERY_CORE, False),
-    ({"OMP_PROC_BIND": "false"}, 2, EVERY_CORE, EVERY_CORE, False),
-    ({"OMP_PROC_BIND": "close"}, 2, {1}, {1, 2}, False),    # by a launcher, to its own cores
-    ({"OMP_PROC_BIND": "close"}, 2, {0}, None, False)])
-def test_ranks_that_openmp_binds_to_one_core_are_told(  # noqa: PLR0913  (a row of the table)
-        env, ranks, own, given, is_told, monkeypatch):
-    monkeypatch.setattr(os, "cpu_count", lambda: len(EVERY_CORE))
-    assert bool(ddp_setup._notes_on_binding(env, ranks, own, given)) == is_told
+@pytest.mark.parametrize("env, own, given, bound", [
+    ({"OMP_PROC_BIND": "close"}, {2}, {0, 1, 2, 3}, [2]),
+    ({"OMP_PLACES": "cores"}, {6, 2}, {0, 2, 6}, [2, 6]),      # two threads of a core
+    ({"OMP_PROC_BIND": "close"}, {2}, {2}, [2]),               # the launcher was bound before
+    ({"OMP_PROC_BIND": "close"}, {2}, None, [2]),
+    ({"OMP_PROC_BIND": "close"}, {0, 1}, None, []), ({}, {2}, {0, 1, 2, 3}, []),
+    ({"OMP_PROC_BIND": "false"}, {0, 1}, {0, 1}, [])])
+def test_the_cores_to_which_openmp_has_bound_a_process(env, own, given, bound):
+    assert ddp_setup._bound_by_openmp(env, own, given) == bound
+
+
+@pytest.mark.parametrize("places, told", [
+    ([("a", [0]), ("a", [0]), ("b", [0])], "2 ranks of a are bound to core 0:"),
+    ([("a", [0]), ("b", [4, 9]), ("b", [4, 9])], "2 ranks of b are bound to core 4, 9:"),
+    ([("a", [0]), ("a", [1]), ("b", [0])], ""),                # to cores of their own
+    ([("a", []), ("a", [])], "")])
+def test_ranks_that_share_cores_to_which_openmp_has_bound_them_are_told(places, told):
+    reports = [{"host": host, "bound": cores} for host, cores in places]
+    notes = ddp_setup._notes_on_binding(reports)
+    assert [told in note for note in notes] == [True] * bool(told)
