@@ -625,8 +625,11 @@ def read_designs(paths, args, ca_only):
         except (ValueError, OSError) as error:
             if len(paths) == 1:
                 raise
-            problems.append(f"{path}: {error}")
-    refuse_all("the structures", problems, "of them")
+            named = "" if str(path) in str(error) else f"{path}: "
+            problems.append(f"{named}{error}")
+    if len(problems) == 1:
+        raise ValueError(problems[0])
+    refuse_all("the given structures", problems, "of them")
     for option, table in tables.items():
         others = sorted(set(table) - {design.name for design in designs})
         if others:

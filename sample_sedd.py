@@ -491,6 +491,8 @@ def check_files(args):
     checkpoint = Path(args.checkpoint)
     out = args.out
     for path in read:
+        if path.exists() and not path.is_file():
+            raise ValueError(f"{path} is a folder or a device; expected a file.")
         if not path.is_file():
             raise ValueError(f"there is no file {path}.")
     # An export is a folder; a run's folder holds its checkpoints in one.

@@ -144,7 +144,9 @@ def read_structure(path: str | Path, ca_only: bool = False) -> Structure:
         if b"\0" in text:   # a record that begins with one would be lost
             raise ValueError("it holds a zero byte, so it is binary, packed or damaged; expected "
                              "text, or gzip")
-        models = _parse_pdb(text) if suffix in (".pdb", ".ent") else _parse_mmcif(text)
+        is_pdb = suffix in (".pdb", ".ent")
+        _check_format(text, is_pdb)
+        models = _parse_pdb(text) if is_pdb else _parse_mmcif(text)
         chains = _make_chains(models, ca_only)
         if not ca_only:
             _check_backbones(chains)
@@ -222,6 +224,16 @@ def _read_text(path):
         raise ValueError(f"it is larger than {MAX_MIB} MiB{unpacked}; expected a smaller structure,"
                          " such as the chains that are needed")
     return text
+
+
+def _check_format(text, is_pdb):
+    """ValueError for mmCIF in a file with a name of PDB (is_pdb), and the other way round."""
+    has_header = re.search(rb"^data_", text, re.MULTILINE | re.IGNORECASE)
+    if is_pdb and has_header:
+        raise ValueError("it holds data_, as mmCIF files do; expected PDB. Name it .cif")
+    if not is_pdb and not has_header:
+        raise ValueError("it has no data_, with which mmCIF begins; expected mmCIF. Name a PDB "
+                         "file .pdb")
 
 
 def _parse_pdb(text):
@@ -447,7 +459,7 @@ def _make_chains(models, ca_only):
                     places = residues.setdefault(chain.name, {})
                     places.setdefault(place, []).append(residue)
     if not residues:
-        raise ValueError("no ATOM records")
+        raise ValueError("it has no ATOM records; expected those of a protein")
     return {name: _make_chain(name, places, ca_only) for name, places in residues.items()}
 
 

@@ -51,6 +51,7 @@ PAD = 255
 
 BLOCK_BYTES = 1 << 20           # text cleaned at a time: many proteins, but fits into a cache
 LONGEST_RECORD = 16 << 20       # characters, header included; the longest known protein has 45,000
+MOST_LINES = 1 << 20            # of a record; read one by one they take about 2 s
 AT_A_TIME = 4096                # proteins that are copied at a time, to save memory
 ORDER_SEED = 0                  # of the order in which read_sequences gives the proteins of a file
 HEADER = b">" + b" " * 8 + b"\n"        # a header of 8 bytes and more, which _clean needs
@@ -186,12 +187,17 @@ def named_sequences(path):
     try:
         with open(path, "rb") as file:
             lines = io.TextIOWrapper(_unpacked(path, file), "utf-8-sig", "replace")
-            size = 0   # of this record, blanks and line ends included
+            size = 0        # of this record, blanks and line ends included
+            n_lines = 0     # of this record, empty ones included
             pieces = iter(lambda: lines.readline(LONGEST_RECORD + 1), "")
             for number, piece in enumerate(pieces, 1):
                 line = piece.strip()
-                size = len(piece) if line.startswith(">") else size + len(piece)
-                if size > LONGEST_RECORD:
+                if line.startswith(">"):
+                    size = 0
+                    n_lines = 0
+                size += len(piece)
+                n_lines += 1
+                if size > LONGEST_RECORD or n_lines > MOST_LINES:
                     refuse_long_record(path, number)
                 if line.startswith(">"):
                     if header is not None:
@@ -213,8 +219,9 @@ def named_sequences(path):
 
 def refuse_long_record(name, line):
     """Raise ValueError for a record that no protein is. line: number of a line in it."""
-    raise ValueError(f"{name}, line {line}: a record of more than {LONGEST_RECORD:,} characters; "
-                     "expected proteins. Is it another file, or are line ends missing?")
+    raise ValueError(f"{name}, line {line}: a record of more than {LONGEST_RECORD:,} characters "
+                     f"or {MOST_LINES:,} lines; expected proteins. Is it another file, or are "
+                     "line ends missing?")
 
 
 class Proteins:

@@ -286,7 +286,7 @@ def test_structures_that_cannot_be_read_are_named_all_at_once(sample, pdb):
     for name in ("x.pdb", "y.pdb"):
         (pdb.parent / name).write_text("END\n")
     said = sample(pdb.parent, code=2)[1]
-    assert re.findall(r"(\w+)\.pdb: ", said) == ["x", "y"]
+    assert re.findall(r"(\w+)\.pdb cannot be read", said) == ["x", "y"]
 
 
 def test_a_residue_that_is_read_as_x_is_told_by_its_name(sample, pdb):

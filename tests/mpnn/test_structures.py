@@ -74,6 +74,14 @@ def test_names_of_residues_may_be_in_lower_case(tmp_path, text):
     assert decode(structure.chains["A"].S) == "AWM"
 
 
+@pytest.mark.parametrize("name, text, said", [
+    ("s.pdb", GAPS.mmcif(), "expected PDB. Name it .cif"),
+    ("s.cif", GAPS.pdb(), "expected mmCIF. Name a PDB file .pdb")])
+def test_a_structure_with_the_name_of_the_other_format_is_refused(tmp_path, name, text, said):
+    with pytest.raises(ValueError, match=said):
+        read_text(tmp_path, name, text)
+
+
 def test_an_unknown_coordinate_of_mmcif_is_a_missing_atom_and_its_error_no_part_of_it(tmp_path):
     text = Atoms().add("AB-2", 1, "ALA").add("AB-2", 2, "GLY").mmcif()
     text = text.replace(" 0.125 ", " ? ").replace(" 4.125 ", " 4.125(7) ")
