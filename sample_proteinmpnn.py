@@ -625,7 +625,7 @@ def read_designs(paths, args, ca_only):
         except (ValueError, OSError) as error:
             if len(paths) == 1:
                 raise
-            named = "" if str(path) in str(error) else f"{path}: "
+            named = "" if str(error).startswith(str(path)) else f"{path}: "
             problems.append(f"{named}{error}")
     if len(problems) == 1:
         raise ValueError(problems[0])
