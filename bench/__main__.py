@@ -8,11 +8,11 @@ on the progress to stderr. Leaves only files that were asked for.
 """
 import sys
 
-from bench import card, data, dpo, learn, save, scale, sedd, variants
+from bench import card, data, dpo, learn, sample, save, scale, sedd, variants
 from ddp_setup import BAD_INPUT, CannotPrint, printing
 
 COMMANDS = {"sedd": sedd, "dpo": dpo, "data": data, "scale": scale, "card": card, "learn": learn,
-            "save": save, "variants": variants}
+            "sample": sample, "save": save, "variants": variants}
 
 
 def main(argv):

@@ -233,7 +233,7 @@ class DpoSteps:
 
 # ---- the plain step ----
 
-def plain_log_probs(model, X, S, mask, residue_idx, chain_id, order):  # noqa: C901  (one formula)
+def plain_log_probs(model, X, S, mask, residue_idx, chain_id, order):  # noqa: PLR0913
     """ProteinMPNN's forward pass, written as in its paper and the published code.
 
     Not optimised: all L x L distances, concatenated inputs, the order as one-hot matrices.
@@ -241,7 +241,23 @@ def plain_log_probs(model, X, S, mask, residue_idx, chain_id, order):  # noqa: C
         int64; mask (B, L). The weights are those of `model`.
     Returns: log-probabilities (B, L, 21).
     """
-    B, L = S.shape
+    h_V, h_E, E_idx = plain_encode(model, X, mask, residue_idx, chain_id)
+    visible = plain_visible(order, E_idx)
+    h_S = model.W_s(S)
+    known = mask[..., None, None]
+    rest = [h_E, torch.zeros_like(h_E), plain_gather(h_V, E_idx)]
+    blind = torch.cat(rest, -1) * (1 - visible) * known
+    for layer in model.decoder_layers:
+        rest = [h_E, plain_gather(h_S, E_idx), plain_gather(h_V, E_idx)]
+        seen = torch.cat(rest, -1) * visible * known
+        message = plain_message(plain_centre(h_V, seen + blind), layer.W1, layer.W2, layer.W3)
+        h_V = plain_update(layer, h_V, message, mask)
+    return torch.log_softmax(plain_linear(model.W_out, h_V), -1)
+
+
+def plain_encode(model, X, mask, residue_idx, chain_id):
+    """Features and encoder of plain_log_probs: h_V (B, L, H), h_E (B, L, K, H), E_idx (B, L, K)."""
+    B, L = mask.shape
     N, CA, C, O = X.unbind(2)
     b = CA - N
     c = C - CA
@@ -251,13 +267,6 @@ def plain_log_probs(model, X, S, mask, residue_idx, chain_id, order):  # noqa: C
     def distances(p, q):
         difference = atoms[p][:, :, None] - atoms[q][:, None]
         return (difference.square().sum(-1) + 1e-6).sqrt()                  # (B, L, L)
-
-    def linear(layer, x):                               # not training/fast_linear.py's faster one
-        return F.linear(x, layer.weight, layer.bias)
-
-    def gather(x, index):                               # (B, L, H), (B, L, K) -> (B, L, K, H)
-        flat = index.flatten(1)[..., None].expand(-1, -1, x.shape[-1])
-        return x.gather(1, flat).view(*index.shape, x.shape[-1])
 
     pair_mask = mask[:, :, None] * mask[:, None]
     D = pair_mask * distances("CA", "CA")
@@ -272,40 +281,57 @@ def plain_log_probs(model, X, S, mask, residue_idx, chain_id, order):  # noqa: C
     same = (chain_id[:, :, None] == chain_id[:, None]).gather(2, E_idx)
     kind = torch.where(same, (offset + 32).clamp(0, 64), 65)
     f = model.features
-    positional = linear(f.embeddings.linear, F.one_hot(kind, 66).float())
-    features = linear(f.edge_embedding, torch.cat([positional, *rbf], -1))
-    h_E = linear(model.W_e, f.norm_edges(features))
+    positional = plain_linear(f.embeddings.linear, F.one_hot(kind, 66).float())
+    features = plain_linear(f.edge_embedding, torch.cat([positional, *rbf], -1))
+    h_E = plain_linear(model.W_e, f.norm_edges(features))
     h_V = h_E.new_zeros(B, L, h_E.shape[-1])
-    edge_mask = mask[..., None] * gather(mask[..., None], E_idx)[..., 0]
-
-    def message(x, *layers):
-        for layer in layers[:-1]:
-            x = F.gelu(linear(layer, x))
-        return linear(layers[-1], x)
-
-    def centre(h_V, rest):
-        return torch.cat([h_V[:, :, None].expand(-1, -1, rest.shape[2], -1), rest], -1)
-
-    def update(layer, h_V, m):
-        h_V = layer.norm1(h_V + m.sum(2) / 30)
-        dense = message(h_V, layer.dense.W_in, layer.dense.W_out)
-        return layer.norm2(h_V + dense) * mask[..., None]
-
+    edge_mask = mask[..., None] * plain_gather(mask[..., None], E_idx)[..., 0]
     for layer in model.encoder_layers:
-        x = centre(h_V, torch.cat([h_E, gather(h_V, E_idx)], -1))
-        h_V = update(layer, h_V, message(x, layer.W1, layer.W2, layer.W3) * edge_mask[..., None])
-        x = centre(h_V, torch.cat([h_E, gather(h_V, E_idx)], -1))
-        h_E = layer.norm3(h_E + message(x, layer.W11, layer.W12, layer.W13))
+        x = plain_centre(h_V, torch.cat([h_E, plain_gather(h_V, E_idx)], -1))
+        message = plain_message(x, layer.W1, layer.W2, layer.W3)
+        h_V = plain_update(layer, h_V, message * edge_mask[..., None], mask)
+        x = plain_centre(h_V, torch.cat([h_E, plain_gather(h_V, E_idx)], -1))
+        h_E = layer.norm3(h_E + plain_message(x, layer.W11, layer.W12, layer.W13))
+    return h_V, h_E, E_idx
+
+
+def plain_visible(order, E_idx):
+    """(B, L, K, 1) 1.0 where the neighbour comes before the residue in the order (B, L)."""
+    L = order.shape[1]
     one_hot = F.one_hot(order, L).float()                                   # step, residue
     earlier = one_hot.new_ones(L, L).tril(-1)
-    visible = torch.einsum("ij,biq,bjp->bqp", earlier, one_hot, one_hot).gather(2, E_idx)[..., None]
-    h_S = model.W_s(S)
-    known = mask[..., None, None]
-    blind = torch.cat([h_E, torch.zeros_like(h_E), gather(h_V, E_idx)], -1) * (1 - visible) * known
-    for layer in model.decoder_layers:
-        seen = torch.cat([h_E, gather(h_S, E_idx), gather(h_V, E_idx)], -1) * visible * known
-        h_V = update(layer, h_V, message(centre(h_V, seen + blind), layer.W1, layer.W2, layer.W3))
-    return torch.log_softmax(linear(model.W_out, h_V), -1)
+    all_pairs = torch.einsum("ij,biq,bjp->bqp", earlier, one_hot, one_hot)
+    return all_pairs.gather(2, E_idx)[..., None]
+
+
+def plain_linear(layer, x):
+    """A linear layer, not by training/fast_linear.py's faster products."""
+    return F.linear(x, layer.weight, layer.bias)
+
+
+def plain_gather(x, index):
+    """(B, L, H), (B, L, K) -> (B, L, K, H)."""
+    flat = index.flatten(1)[..., None].expand(-1, -1, x.shape[-1])
+    return x.gather(1, flat).view(*index.shape, x.shape[-1])
+
+
+def plain_message(x, *layers):
+    """Linear layers with GELU in between."""
+    for layer in layers[:-1]:
+        x = F.gelu(plain_linear(layer, x))
+    return plain_linear(layers[-1], x)
+
+
+def plain_centre(h_V, rest):
+    """[h_V_i | rest_ij]: h_V (B, L, H), rest (B, L, K, n) -> (B, L, K, H + n)."""
+    return torch.cat([h_V[:, :, None].expand(-1, -1, rest.shape[2], -1), rest], -1)
+
+
+def plain_update(layer, h_V, m, mask):
+    """h_V (B, L, H) after the messages m (B, L, K, H)."""
+    h_V = layer.norm1(h_V + m.sum(2) / 30)
+    dense = plain_message(h_V, layer.dense.W_in, layer.dense.W_out)
+    return layer.norm2(h_V + dense) * mask[..., None]
 
 
 def plain_loss(policy, reference, pairs, beta):

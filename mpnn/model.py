@@ -247,6 +247,16 @@ class ProteinMPNN(nn.Module):
                         mask)
         return h_V, layers
 
+    def undecoded_layers(self, encoding, structure):
+        """The layers of run_decoder before any residue is decoded: rows 0 .. L-1 are still 0."""
+        h_encoder = of_structures(encoding.h_V, structure)
+        layers = []
+        for layer in self.decoder_layers:
+            undecoded = layer.undecoded(h_encoder)
+            table = torch.cat([torch.zeros_like(undecoded), undecoded], dim=1)
+            layers.append((layer, table, layer.edges(encoding.h_E)))
+        return layers
+
     def log_probs(self, h_V):
         """(..., H) -> (..., 21) in nats, float32 or wider."""
         return torch.log_softmax(at_least_float32(self.W_out(h_V)), dim=-1)
@@ -319,24 +329,30 @@ class ProteinMPNN(nn.Module):
             noise = gumbel_noise(torch.rand(bias.shape, dtype=torch.float64))
         noise = (noise * (temperature > 0)).to(bias)
 
-        # This pass with the given letters is right up to the first draw; each step then updates it.
         S = S.clone()
-        visible = decoded_before(step_of, of_structures(encoding.E_idx, structure))
-        _, layers = self.run_decoder(encoding, self.W_s(S), visible, structure)
         probs = torch.zeros_like(bias)
-        row = torch.arange(M, device=device)[:, None]
-        drawing = draw[row[..., None], steps].any(dim=(0, 2)).nonzero().flatten().tolist()
+        sequences = torch.arange(M, device=device)
+        drawing = draw[sequences[:, None, None], steps].any(dim=(0, 2)).nonzero().flatten().tolist()
         if not drawing:
             return S, probs
-        for t in range(drawing[0], drawing[-1] + 1):
-            at = steps[:, t]                                                        # (M, G)
+        # This pass with the given letters is right up to the first draw; each draw then updates it.
+        E_idx = of_structures(encoding.E_idx, structure)
+        visible = decoded_before(step_of, E_idx)
+        if drawing[0] == 0:
+            layers = self.undecoded_layers(encoding, structure)     # nothing is given
+        else:
+            _, layers = self.run_decoder(encoding, self.W_s(S), visible, structure)
+        turns = range(drawing[0], drawing[-1] + 1)
+        for sequence, turn in independent_steps(steps, turns, E_idx, visible):
+            row = sequence[:, None]
+            at = steps[sequence, turn]                                              # (N, G)
             first = at[:, :1]
             drawn = draw[row, at]
-            logits, inputs = self.step(encoding, layers, step_of, row, structure[:, None], at)
-            logits = (logits * weights[:, t, :, None]).sum(1, keepdim=True)         # (M, 1, 21)
+            logits, inputs = self.step(encoding, layers, step_of, row, structure[row], at)
+            logits = (logits * weights[sequence, turn, :, None]).sum(1, keepdim=True)   # (N, 1, 21)
             pssm_here = None if pssm is None else pssm.at(first)
             log_p = letter_log_probs(logits + bias[row, first], temperature, pssm_here)
-            letter = (log_p + noise[row, first]).argmax(-1)                         # (M, 1)
+            letter = (log_p + noise[row, first]).argmax(-1)                         # (N, 1)
             S[row, at] = torch.where(drawn, letter, S[row, at])
             probs[row, at] = torch.where(drawn[..., None], log_p.exp(), 0).to(probs)
             for (layer, table, _), h_V in zip(layers, inputs):
@@ -344,26 +360,30 @@ class ProteinMPNN(nn.Module):
         return S, probs
 
     def step(self, encoding, layers, step_of, row, structure, at):
-        """Run the decoder on the residues of one step.
+        """Run the decoder on the residues of N steps, each of one sequence, that may be done at a
+        time.
 
         Args:
             layers:    as of `run_decoder`.
             step_of:   (M, L) step at which each residue is decoded.
-            row:       (M, 1) int64, of each sequence in `step_of`.
-            structure: (M, 1) int64, row of its structure in `encoding`.
-            at:        (M, G) int64, the residues of the step.
-        Returns: logits (M, G, 21) and, per layer, its h_V (M, G, H).
+            row:       (N, 1) int64, of each step's sequence in `step_of`.
+            structure: (N, 1) int64, row of its structure in `encoding`.
+            at:        (N, G) int64, the residues of each step.
+        Returns: logits (N, G, 21) and, per layer, its h_V (N, G, H).
         """
         E_idx = encoding.E_idx[structure, at]
         present = encoding.present[structure, at]
         mask = encoding.mask[structure, at]
-        visible = step_of[row[..., None], E_idx] < step_of[row, at][..., None]      # (M, G, K)
-        index = torch.where(visible, E_idx, E_idx + step_of.shape[1])
+        visible = step_of[row[..., None], E_idx] < step_of[row, at][..., None]      # (N, G, K)
+        L = step_of.shape[1]
+        source = 2 * L * row[..., None] + torch.where(visible, E_idx, E_idx + L)
+        residue = L * structure + at
         h_V = encoding.h_V[structure, at]
         inputs = []
         for layer, table, edges in layers:
             inputs.append(h_V)
-            h_V = layer(h_V, edges[structure, at], table[row[..., None], index], present, mask)
+            edges = take_rows(edges.flatten(0, 1), residue)                         # (N, G, K, H)
+            h_V = layer(h_V, edges, take_rows(table.flatten(0, 1), source), present, mask)
         return at_least_float32(self.W_out(h_V)), inputs
 
 
@@ -554,7 +574,12 @@ def gather_rows(table, index):
     """From table (M, R, H) the rows of index (M, L, K) -> (M, L, K, H)."""
     M, R, H = table.shape
     flat = index + R * torch.arange(M, device=index.device)[:, None, None]
-    return table.reshape(M * R, H).index_select(0, flat.flatten()).view(*index.shape, H)
+    return take_rows(table.reshape(M * R, H), flat)
+
+
+def take_rows(table, index):
+    """Rows of table (R, ...), which it holds by index (...): as table[index], but faster."""
+    return table.index_select(0, index.flatten()).view(*index.shape, *table.shape[1:])
 
 
 def of_structures(x, structure):
@@ -834,6 +859,38 @@ def decoding_steps(order, groups):
     step_of[:, steps] = due[..., None]
     turn = due.argsort(dim=1)
     return step_of, steps[turn], is_member[turn]
+
+
+def independent_steps(steps, turns, E_idx, visible):
+    """Steps that can be done at the same time, as none of their residues sees one of another.
+
+    A residue only sees its K neighbours that come before it. So the result is that of one step
+    after another, in a fraction of the passes: 60 instead of 400 for 400 residues.
+
+    Args:
+        steps:   (M, T, G) int64, residues of each step, see decoding_steps.
+        turns:   range of the steps that are to be done.
+        E_idx:   (M, L, K) int64. visible: (M, L, K) bool, is the neighbour decoded before?
+    Returns: list of (sequence (N,), step (N,)) int64, in the order in which to do them.
+    """
+    M, L, _ = E_idx.shape
+    nothing = E_idx.new_tensor(L)                  # a column that stays 0
+    near = torch.where(visible, E_idx, nothing).cpu()
+    at = steps.cpu()
+    row = torch.arange(M)[:, None]
+    level = torch.zeros(M, L + 1, dtype=torch.int64)      # of residues, by the pass they are in
+    of_turn = []
+    for t in turns:
+        seen = level[row[..., None], near[row, at[:, t]]]                           # (M, G, K)
+        own = seen.amax((1, 2)) + 1
+        level[row, at[:, t]] = own[:, None]
+        of_turn.append(own)
+    of_turn = torch.stack(of_turn, 1).flatten()                                     # (M turns)
+    order = of_turn.argsort(stable=True)
+    sequence = (order // len(turns)).to(steps.device)
+    turn = (order % len(turns) + turns[0]).to(steps.device)
+    sizes = of_turn.bincount()[1:].tolist()
+    return list(zip(sequence.split(sizes), turn.split(sizes)))
 
 
 # ---- the letter of a step ----

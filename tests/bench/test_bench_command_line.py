@@ -24,8 +24,8 @@ def test_every_command_has_a_help_of_its_own(tmp_path):
 def test_what_a_bench_cannot_do_is_refused_in_one_line_before_it_measures(tmp_path):
     (tmp_path / "bad.json").write_text("[1]")
     refused = {
-        ("sed",): "found 'sed'; expected one of sedd, dpo, data, scale, card, learn, save, "
-                  "variants",
+        ("sed",): "found 'sed'; expected one of sedd, dpo, data, scale, card, learn, sample, "
+                  "save, variants",
         ("scale", "--ranks=1,x"): "--ranks 1,x; expected numbers of ranks, such as 1,2,4,8",
         ("scale", "--ranks=1,2,3"): "2 does not divide 3; expected numbers that do",
         ("scale", "--json=bad.json"): "bad.json is no file that python -m bench scale wrote",
@@ -42,6 +42,8 @@ def test_what_a_bench_cannot_do_is_refused_in_one_line_before_it_measures(tmp_pa
         ("sedd", "optim.lr=1"): "unrecognized arguments: optim.lr=1",
         ("sedd", "--data=no.fasta"): "no.fasta does not exist",
         ("sedd", "--repeats=0"): "--repeats is 0; expected at least 1",
+        ("sample", "--models=x"): "--models: found x; expected sedd, mpnn",
+        ("sample", "--batch=0"): "--batch 0; expected numbers of",
         ("save", "--nproc=1"): "unrecognized arguments: --nproc=1",   # it started itself for ever
         ("save", "--folder=no"): "--folder no is no folder; expected one that exists",
         ("data", "--data=folder"): "unrecognized arguments: --data=folder"}

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from mpnn.fast_cpu import speed_up
-from mpnn.model import (ALPHABET, BlockLinear, ProteinMPNN, Pssm, SharedContext, decoding_order,
-                        from_checkpoint, letter_log_probs, load_proteinmpnn, random_proteinmpnn,
-                        to_checkpoint)
+from mpnn.model import (ALPHABET, BlockLinear, ProteinMPNN, Pssm, SharedContext, decoded_before,
+                        decoding_order, decoding_steps, from_checkpoint, independent_steps,
+                        letter_log_probs, load_proteinmpnn, random_proteinmpnn, to_checkpoint)
 from training import fast_linear
 
 X_LETTER = 20
@@ -514,3 +514,27 @@ def test_no_pssm_brings_back_a_letter_that_is_omitted():
     log_p = letter_log_probs(scores, 1.0, Pssm(torch.tensor([[0.5]]), even, torch.ones(1, 3)))
     assert log_p[0, 1] == -math.inf
     assert float(log_p.exp().sum()) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("tied", [[], [[3, 9], [0, 5, 11]]])
+def test_steps_of_a_pass_do_not_see_one_another(tied):
+    """Whatever a residue sees has been decoded in a pass before."""
+    generator = torch.Generator().manual_seed(0)
+    M = 3
+    L = 40
+    K = 5
+    E_idx = torch.rand(M, L, L, generator=generator).argsort(-1)[..., :K]
+    order = torch.rand(M, L, generator=generator).argsort(-1)
+    step_of, steps, _ = decoding_steps(order, tied)
+    visible = decoded_before(step_of, E_idx)
+    T = steps.shape[1]
+    decoded = torch.zeros(M, L, dtype=torch.bool)
+    passes = independent_steps(steps, range(T), E_idx, visible)
+    for sequence, turn in passes:
+        for m, t in zip(sequence.tolist(), turn.tolist()):
+            for i in steps[m, t]:
+                assert decoded[m, E_idx[m, i][visible[m, i]]].all()
+        decoded[sequence[:, None], steps[sequence, turn]] = True
+    assert decoded.all()
+    assert sum(len(sequence) for sequence, _ in passes) == M * T
+    assert len(passes) < T / 2
