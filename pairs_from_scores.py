@@ -36,6 +36,10 @@ pairs (pairs.json: pairs_held_out.csv), with which sample_proteinmpnn.py --mutat
 training has gained on proteins that it did not see. --ca_only reads CA atoms alone, for pairs on
 which a CA-only model is trained; a residue then needs no other atom.
 
+For train_dpo_ddp.py with model.kind=sedd, which needs no structures: the table of mutations has a
+column sequence in place of pdb_file, the wild type, whose residues count from 1; or --sequences
+leaves the structures out. Then pairs have sequences and a group, the protein.
+
 With --weights, the weight of a pair in the loss is its difference of scores divided by the mean
 difference of all pairs; otherwise all weights are 1. Prints the number of pairs per structure.
 Wrong input ends with one message, which lists up to ten bad lines, and exit code 2; then nothing is
@@ -60,7 +64,8 @@ from typing import NamedTuple
 
 from ddp_setup import printing
 from mpnn.mutation_pairs import KINDS, Rules, mutated, pair_mutations
-from mpnn.mutations import describe_skipped, hold_out, place_all, read_mutations
+from mpnn.mutations import (describe_skipped, hold_out, place_all, place_on_sequences,
+                            read_mutations)
 from mpnn.settings import name_of, structure_files
 from training.tables import (MAX_LISTED, check_cells, read_rows, read_table_text, refuse_all,
                              table_columns)
@@ -71,13 +76,14 @@ from training.pair_files import LEAST_WEIGHT
 
 LARGEST_SCORE = 1e100   # so that sums of differences stay finite
 MOST_ROUNDS = 1000
-FOR_MUTATIONS = ("against", "wild_type", "rounds", "hold_out", "ca_only")  # only these use them
+# Options that only tables of mutations use
+FOR_MUTATIONS = ("against", "wild_type", "rounds", "hold_out", "ca_only", "sequences")
 FOR_RULES = ("against", "wild_type", "rounds")
 
 
 class Place(NamedTuple):
     """What sequences are for."""
-    structure: Path
+    structure: Path         # of a sequence alone: a name, and no file
     design: tuple           # names of the designed chains, sorted
     context: tuple          # names of the other chains that the model sees, sorted
 
@@ -294,12 +300,7 @@ def make_pairs(scores: dict, margin: float, most: int | None,
 def pairs_of_mutations(args):
     """As pairs_of_designs, of a table of mutations; number of its variants; proteins held out."""
     table = read_mutations(args.table, args.score)
-    if not table.names_structures:
-        raise ValueError(f"{args.table} has no column pdb_file; expected the structure of each "
-                         "mutation there.")
-    proteins, skipped = place_all(table, see_all=False, ca_only=bool(args.ca_only))
-    if skipped:
-        print(describe_skipped(table, skipped), file=sys.stderr)
+    proteins = proteins_of(table, args)
     held_out = []
     if args.hold_out is not None:
         proteins, held_out = hold_out(proteins, args.hold_out)
@@ -312,22 +313,44 @@ def pairs_of_mutations(args):
     n_variants = 0
     for protein in proteins:
         path = Path(protein.structure.name)
-        place = Place(path.parent.resolve() / path.name, protein.complex.design,
-                      protein.complex.fixed)
-        values = collections.defaultdict(list)
-        for variant, changes in zip(protein.variants, protein.changes):
-            if math.isfinite(variant.measured):
-                values[tuple(sorted(changes))].append(variant.measured)
-        n_variants += len(values)
-        means = {variant: statistics.fmean(each) for variant, each in values.items()}
+        if not table.has_sequences:
+            path = path.parent.resolve() / path.name
+        place = Place(path, protein.complex.design, protein.complex.fixed)
+        means = mean_values(protein)
+        n_variants += len(means)
         pairs = pair_mutations(means, rules, protein.complex.key)
         if args.per_structure is not None:
             pairs = pairs[:args.per_structure - counts[place.structure]]
         counts[place.structure] += len(pairs)
         S = protein.structure.chains[protein.chain].S
         entries = [entry_of_mutations(S, pair) for pair in pairs]
+        if args.sequences or table.has_sequences:
+            entries = [without_structure(entry, place) for entry in entries]
         found.append((place, entries, [pair.difference for pair in pairs]))
     return found, n_variants, held_out
+
+
+def proteins_of(table, args):
+    """The Proteins of a table of mutations; prints which variants fit none. Raises: ValueError."""
+    if table.has_sequences:
+        proteins, skipped = place_on_sequences(table)
+    elif table.names_structures:
+        proteins, skipped = place_all(table, see_all=False, ca_only=bool(args.ca_only))
+    else:
+        raise ValueError(f"{args.table} has no column pdb_file; expected the structure of each "
+                         "mutation there, or the wild type's sequence in a column sequence.")
+    if skipped:
+        print(describe_skipped(table, skipped), file=sys.stderr)
+    return proteins
+
+
+def mean_values(protein):
+    """{variant: mean of its measured values} of a protein."""
+    values = collections.defaultdict(list)
+    for variant, changes in zip(protein.variants, protein.changes):
+        if math.isfinite(variant.measured):
+            values[tuple(sorted(changes))].append(variant.measured)
+    return {variant: statistics.fmean(each) for variant, each in values.items()}
 
 
 def entry_of_mutations(S, pair):
@@ -338,6 +361,13 @@ def entry_of_mutations(S, pair):
     return {"preferred_seq": better, "unpreferred_seq": worse, "mutable_positions": differ}
 
 
+def without_structure(entry, place):
+    """An entry of entry_of_mutations for a model of sequences."""
+    group = f"{place.structure.name} {' '.join(place.design)}"
+    return {"preferred_seq": entry["preferred_seq"], "unpreferred_seq": entry["unpreferred_seq"],
+            "group": group}
+
+
 def table_of(proteins, folder):
     """CSV of the variants of proteins, with their own columns; paths relative to `folder`."""
     text = io.StringIO()
@@ -346,7 +376,10 @@ def table_of(proteins, folder):
     for protein in proteins:
         path = os.path.relpath(Path(protein.structure.name).absolute(), folder.resolve())
         for variant in protein.variants:
-            writer.writerow({**variant.cells, "pdb_file": path}.values())
+            cells = dict(variant.cells)
+            if "pdb_file" in cells:
+                cells["pdb_file"] = path
+            writer.writerow(cells.values())
     return text.getvalue()
 
 
@@ -363,7 +396,9 @@ def make_entries(found, args):
             chains = {"design_chains": list(place.design), "fixed_chains": list(place.context)}
         relative = os.path.relpath(place.structure, args.pairs.parent.resolve())
         counts[place.structure] += len(of_place)
-        entries += [{"pdb_file": relative, **chains, **entry} for entry in of_place]
+        of_structure = {"pdb_file": relative, **chains}
+        for entry in of_place:
+            entries.append(entry if "group" in entry else {**of_structure, **entry})
         differences += its_differences
     if not entries:
         by = ""
@@ -437,7 +472,8 @@ def check_output(args, found):
     written = [args.pairs]
     if args.hold_out is not None:
         written.append(held_out_file(args.pairs))
-    for path in (args.table, *(place.structure for place, _, _ in found)):
+    structures = [place.structure for place, _, _ in found if place.structure.is_file()]
+    for path in (args.table, *structures):
         for output in written:
             if output.exists() and output.samefile(path):
                 raise ValueError(f"{output} is the table or a structure that it names; "
@@ -465,6 +501,8 @@ def make_parser():
         help="of proteins of a table of mutations that are left out, and written to a table")
     add("--ca_only", action="store_true", default=None,
         help="of mutations: read CA atoms alone, for a CA-only model")
+    add("--sequences", action="store_true", default=None,
+        help="of mutations: pairs of sequences without structures, for model.kind=sedd")
     add("--weights", action="store_true", help="weigh pairs by their difference of scores")
     return parser
 

@@ -7,9 +7,10 @@
 A list has one variant per line, such as A12V or A12V:G45D; text after # is left out. A table (CSV,
 commas or tabs) has a column `mutation` with such variants, and perhaps pdb_file (path, relative to
 the folder of the table), chain (which is mutated), context (names of other chains, such as "B C",
-that the model shall see), and any others. A12V: the wild type's letter, the residue's number in the
-file, with its insertion code if it has one (A12BV), the mutant's letter. All mutations of a variant
-are in one chain. Writes nothing. No model here.
+that the model shall see), or sequence (of the wild type, where there is no structure), and any
+others. A12V: the wild type's letter, the residue's number in the file, with its insertion code if
+it has one (A12BV), the mutant's letter. All mutations of a variant are in one chain. Writes
+nothing. No model here.
 """
 from __future__ import annotations
 
@@ -20,12 +21,14 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from mpnn.structures import Chain, Complex, Structure, read_structure
 from training.tables import (MAX_LISTED, check_cells, read_rows, read_table_text, refuse_all,
                              refuse_fasta, table_columns)
-from sedd.sequences import AMINO_ACIDS, LETTERS, decode
+from sedd.sequences import AMINO_ACIDS, LETTERS, decode, encode
 
-OPTIONAL = ("pdb_file", "chain", "context")
+OPTIONAL = ("pdb_file", "chain", "context", "sequence")
 LARGEST = 1e100         # measured value, so that sums of squares stay finite
 
 
@@ -55,6 +58,11 @@ class MutationTable(NamedTuple):
     @property
     def names_structures(self) -> bool:
         return "pdb_file" in self.variants[0].cells
+
+    @property
+    def has_sequences(self) -> bool:
+        """Whether wild types are given as sequences, and no structures."""
+        return "sequence" in self.variants[0].cells and not self.names_structures
 
 
 class Protein(NamedTuple):
@@ -142,6 +150,35 @@ def place_all(table: MutationTable, structure: str | Path | None = None, chain: 
     refuse_all(table.path, problems)
     if not proteins:
         raise ValueError(f"{table.path}: no variant fits its structure. Found {skipped[0]}.")
+    return proteins, skipped
+
+
+def place_on_sequences(table: MutationTable) -> tuple[list[Protein], list]:
+    """As place_all, of a table whose column `sequence` has the wild type of each mutation. Its
+    residues are numbered from 1. There is no structure: all coordinates are 0."""
+    groups = {}
+    for variant in table.variants:
+        groups.setdefault(variant.cells["sequence"].upper(), []).append(variant)
+    proteins = []
+    skipped = []
+    problems = []
+    for number, (text, variants) in enumerate(groups.items(), 1):
+        try:
+            letters = encode(text)
+        except ValueError as error:
+            problems.append(f"line {variants[0].line}: {error}")
+            continue
+        numbers = tuple(str(i + 1) for i in range(len(letters)))
+        chain = Chain(letters, np.zeros((len(letters), 4, 3), np.float32),
+                      np.ones(len(letters), bool), numbers)
+        structure = Structure(f"protein {number}", {"A": chain})
+        protein = Protein(structure.name, structure, Complex(structure, ["A"]), [], [])
+        place(protein, variants, skipped)
+        if protein.variants:
+            proteins.append(protein)
+    refuse_all(table.path, problems)
+    if not proteins:
+        raise ValueError(f"{table.path}: no variant fits its sequence. Found {skipped[0]}.")
     return proteins, skipped
 
 

@@ -303,3 +303,34 @@ def test_a_folder_that_does_not_fit_is_refused(designed, capsys):
         change()
         pairs_of_folder(designed, "structure,header,score\nsmall,small,1\n", 2, structures)
         assert said in capsys.readouterr().err
+
+
+# ---- mutations of sequences ----
+
+def test_mutations_of_sequences_become_pairs_without_structures(tmp_path):
+    (tmp_path / "m.csv").write_text(
+        "sequence,mutation,score\nMKTA,K2R,1\nMKTA,A4G:M1L,-1\nGGSW,W4Y,2\n")
+    assert main([str(tmp_path / "m.csv"), str(tmp_path / "p.json"), "--higher_is_better",
+                 "--against", "wild_type"]) == 0
+    assert json.loads((tmp_path / "p.json").read_text()) == [
+        {"preferred_seq": "MKTA", "unpreferred_seq": "LKTG", "group": "protein 1 A"},
+        {"preferred_seq": "MRTA", "unpreferred_seq": "MKTA", "group": "protein 1 A"},
+        {"preferred_seq": "GGSY", "unpreferred_seq": "GGSW", "group": "protein 2 A"}]
+
+
+def test_structures_are_left_out_of_pairs_of_sequences(small):
+    (small / "m.csv").write_text("pdb_file,chain,mutation,score\nsmall.pdb,A,K2R,1\n")
+    command = [str(small / "m.csv"), str(small / "p.json"), "--higher_is_better"]
+    assert main([*command, "--sequences"]) == 0
+    pair, = json.loads((small / "p.json").read_text())
+    assert pair == {"preferred_seq": "MRXXVLA", "unpreferred_seq": "MKXXVLA",
+                    "group": "small.pdb A"}
+
+
+@pytest.mark.parametrize("line, said", [
+    ("MKTA,K3R,1", "residue 3 is T"), ("MK-A,K2R,1", "'-' at position 3"),
+    ("MKTA,K9R,1", "there is no residue 9")])
+def test_mutations_that_do_not_fit_their_sequence_are_refused(line, said, tmp_path, capsys):
+    (tmp_path / "m.csv").write_text(f"sequence,mutation,score\n{line}\n")
+    assert main([str(tmp_path / "m.csv"), str(tmp_path / "p.json"), "--higher_is_better"]) == 2
+    assert said in capsys.readouterr().err
