@@ -4,6 +4,7 @@
     mpirun -n 2 python -m bench learn --data my.fasta --steps 5000 --seeds 0,1,2 --folder runs/learn
     python -m bench learn --data my.fasta --recipes adamw,muon_decay optim.weight_decay=0.1
     python -m bench learn dpo s2648.csv --lower_is_better       # of DPO: see bench/learn_dpo.py
+    python -m bench learn dpo_sedd                              # of SEDD: bench/learn_dpo_sedd.py
 
 A recipe is a set of keys that override --config. With equal seeds all recipes see the same residues
 in the same order, and are validated on the same proteins, each under its own noise schedule. The
@@ -18,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench import learn_dpo
+from bench import learn_dpo, learn_dpo_sedd
 from bench.common import (CONFIGS, CommandParser, read_options, run_on_ranks,
                           use_demo_proteins)
 from ddp_setup import AGAIN, broadcast, print0
@@ -117,6 +118,9 @@ def numbers(text):
 
 
 def main(argv):
+    if argv[:1] == ["dpo_sedd"]:
+        learn_dpo_sedd.main(argv[1:])
+        return
     if argv[:1] == ["dpo"]:
         learn_dpo.main(argv[1:])
         return
