@@ -98,6 +98,13 @@ def make_pairs(recipe, args, ddp):
     better = "--lower_is_better" if args.lower_is_better else "--higher_is_better"
     options = ["--score", args.measured, better, "--margin", str(args.margin), "--hold_out",
                str(args.hold_out), *RECIPES[recipe].pairs]
+    write_pairs(path, options, args, ddp)
+    return path
+
+
+def write_pairs(path, options, args, ddp):
+    """Let rank 0 write the pairs of --table, with these options of pairs_from_scores.py. Raises:
+    ValueError."""
     code = 0
     if ddp.is_main:
         args.folder.mkdir(parents=True, exist_ok=True)
@@ -106,7 +113,6 @@ def make_pairs(recipe, args, ddp):
     if broadcast(code, ddp):
         raise ValueError(f"{args.table}: no pairs could be made; expected a table of measured "
                          "mutations, see the message above.")
-    return path
 
 
 def result_of(recipe, seed, pairs, judge, args, ddp):

@@ -5,12 +5,12 @@
 
 Without a table: a small SEDD is trained on short proteins of the demo source, and draws pairs. The
 reward of a protein is r = REWARD x its number of K; a pair counts in both directions, with the
-weights of Bradley and Terry, sigmoid(+-(r1 - r2)). DPO with beta 1 has one optimum, p(x)
-exp(r(x)) / Z, p that of the base. The table shows, of proteins that were not trained on:
+weights of Bradley and Terry, sigmoid(+-(r1 - r2)). DPO has one optimum, p(x) exp(r(x) / beta) / Z,
+with p of the base. The table shows, of proteins that were not trained on:
 
     slope       of beta x (log-ratio of policy to base, chosen - rejected) over r1 - r2; optimum: 1
     K           fraction of K in proteins that the policy draws; optimum: the base's proteins,
-                weighted by exp(r)
+                weighted by exp(r / beta)
 
 With a table of measured mutations: pairs of most proteins (pairs_from_scores.py --sequences
 --hold_out), a run for each seed, and Spearman's correlation on the proteins held out, before and
@@ -30,11 +30,11 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-import pairs_from_scores
 import train_sedd_ddp
 from bench.common import (CONFIGS, CommandParser, measure_the_cpu_by_default, read_options,
                           run_on_ranks)
-from ddp_setup import AGAIN, broadcast, print0
+from bench.learn_dpo import write_pairs
+from ddp_setup import AGAIN, print0
 from mpnn.mutation_pairs import mutated
 from mpnn.mutations import place_all, place_on_sequences, read_mutations
 from mpnn.variant_tables import check_measured, correlate_proteins
@@ -49,9 +49,10 @@ from training.finish import prepare_and_train
 from training.seeds import content_key
 
 LETTER = "K"
-REWARD = 0.5            # nats for each LETTER
+BETA = 0.1              # with a larger one, the noise of estimates bends the loss
+REWARD = 0.05           # for each LETTER
 LENGTH = 30             # residues of proteins of the demonstration
-N_PROTEINS = 800        # that the base draws; half of them for pairs to train on
+N_PROTEINS = 3000       # that the base draws; half of them for pairs to train on
 SAMPLE_STEPS = 30
 N_PAIRS_JUDGED = 200
 LEVELS = 16             # noise levels of a score
@@ -59,7 +60,7 @@ AT_A_TIME = 16          # pairs that are scored together
 DEMO_BASE = ["data.max_length=30", "data.demo_proteins=6000", "monitoring.n_samples=0",
              "training.eval_freq=10000", "training.n_iters=500", "model.hidden_size=64",
              "model.n_blocks=2", "model.n_heads=2", "model.cond_dim=32"]
-DEMO_KEYS = ["loss.beta=1", "training.batch_size=16", "data.val_fraction=0", "optim.lr=1e-3",
+DEMO_KEYS = [f"loss.beta={BETA}", "training.num_epochs=4", "training.batch_size=16", "data.val_fraction=0", "optim.lr=1e-3",
              "optim.warmup=10", "optim.decay=linear", "monitoring.n_designs=0",
              "estimator.samples=4", "training.log_freq=50"]
 
@@ -77,7 +78,7 @@ def bench_demo(args, ddp):
     judged = couples(proteins[half:])[:N_PAIRS_JUDGED]
     rewards = np.array([reward(text) for text in proteins])
     share = fraction(proteins)
-    weights = np.exp(rewards - rewards.max())
+    weights = np.exp((rewards - rewards.max()) / BETA)
     optimum = float((weights * [text.count(LETTER) / LENGTH for text in proteins]).sum()
                     / weights.sum())
     print0(ddp, f"{processor()}\n{'':<14}{'slope':>8}{LETTER:>8}\n"
@@ -90,7 +91,7 @@ def bench_demo(args, ddp):
             return False
         policy = load_sedd(work_dir / "latest_model.pt", device=ddp.device)
         gained = margins(policy, judged) - before
-        slope = float((gained * truth).sum() / (truth * truth).sum())
+        slope = BETA * float((gained * truth).sum() / (truth * truth).sum())
         drawn = sample_sequences(policy, ["_" * LENGTH] * N_PROTEINS, SAMPLE_STEPS, seed=1 + seed,
                                  ddp=ddp)
         print0(ddp, f"{f'seed {seed}':<14}{slope:>8.3f}{fraction(drawn):>8.3f}")
@@ -164,14 +165,7 @@ def make_pairs(args, ddp):
     better = "--lower_is_better" if args.lower_is_better else "--higher_is_better"
     options = ["--score", args.measured, better, "--margin", str(args.margin), "--hold_out", "0.2",
                "--per_structure", str(args.per_protein), "--sequences"]
-    code = 0
-    if ddp.is_main:
-        args.folder.mkdir(parents=True, exist_ok=True)
-        with contextlib.redirect_stdout(io.StringIO()):
-            code = pairs_from_scores.main([str(args.table), str(path), *options])
-    if broadcast(code, ddp):
-        raise ValueError(f"{args.table}: no pairs could be made; expected a table of measured "
-                         "mutations, see the message above.")
+    write_pairs(path, options, args, ddp)
     return path
 
 
