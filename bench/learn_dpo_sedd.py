@@ -60,9 +60,9 @@ AT_A_TIME = 16          # pairs that are scored together
 DEMO_BASE = ["data.max_length=30", "data.demo_proteins=6000", "monitoring.n_samples=0",
              "training.eval_freq=10000", "training.n_iters=500", "model.hidden_size=64",
              "model.n_blocks=2", "model.n_heads=2", "model.cond_dim=32"]
-DEMO_KEYS = [f"loss.beta={BETA}", "training.num_epochs=4", "training.batch_size=16", "data.val_fraction=0", "optim.lr=1e-3",
-             "optim.warmup=10", "optim.decay=linear", "monitoring.n_designs=0",
-             "estimator.samples=4", "training.log_freq=50"]
+DEMO_KEYS = [f"loss.beta={BETA}", "training.num_epochs=4", "training.batch_size=16",
+             "data.val_fraction=0", "optim.lr=1e-3", "optim.warmup=10", "optim.decay=linear",
+             "monitoring.n_designs=0", "estimator.samples=4", "training.log_freq=50"]
 
 
 # ---------------------------------------------------------------- the known optimum
