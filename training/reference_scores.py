@@ -47,9 +47,8 @@ def read_scores(path, shape):
     scores = load_checkpoint(str(path))["scores"]
     if not is_dense(scores):
         raise ValueError("scores are no tensor")
-    is_right = torch.is_tensor(scores) and scores.dtype == torch.float32
-    is_right = is_right and scores.shape == shape and bool(scores.isfinite().all())
-    if not is_right:
+    is_right = scores.dtype == torch.float32 and scores.shape == shape
+    if not is_right or not scores.isfinite().all():
         raise ValueError(f"scores are not {shape} finite {torch.float32}")
     return scores
 

@@ -1,5 +1,8 @@
 """The reference of DPO: which scores in its cache are used again."""
+import math
+
 import pytest
+import torch
 
 from ddp_setup import Ddp
 from mpnn.model import random_proteinmpnn
@@ -11,12 +14,17 @@ from train_dpo_ddp import Config
 PAIRS = made(12, 3)
 
 
-def source_of(folder, pairs=PAIRS, weights="hash", num_edges=8, **more):
-    """Where the scores of these pairs come from: the first word of what is told."""
+def precompute(folder, pairs=PAIRS, weights="hash", num_edges=8, **more):
+    """(scores of these pairs, text that says where they come from)."""
     model = random_proteinmpnn(0, hidden_size=8, n_encoder=1, n_decoder=1, num_edges=num_edges)
     settings = {"loss.order": "fixed", **more}
     config = load_config(Config, None, [f"{key}={value}" for key, value in settings.items()])
-    _, told = Reference(model, pairs, config, Ddp()).precompute(pairs, weights, folder, "pairs")
+    return Reference(model, pairs, config, Ddp()).precompute(pairs, weights, folder, "pairs")
+
+
+def source_of(folder, **change):
+    """The first word on where the scores come from."""
+    _, told = precompute(folder, **change)
     return told.split()[0]
 
 
@@ -44,3 +52,25 @@ def test_scores_are_computed_anew_after_a_change_of(change, folder):
 def test_scores_that_a_change_leaves_as_they_are_are_read_again(change, folder):
     """Validation is scored under fixed orders whatever the order in training, apart from arange."""
     assert source_of(folder, **change) == "read"
+
+
+def test_scores_by_another_version_of_torch_are_computed_anew(folder, monkeypatch):
+    """Its sums, rounded otherwise, are not those of the policy here."""
+    monkeypatch.setattr(torch, "__version__", "0.0")
+    assert source_of(folder) == "computed,"
+
+
+N = len(PAIRS)
+
+
+@pytest.mark.parametrize("damaged", [
+    torch.full((N, 2), math.nan), torch.full((N, 2), math.inf), torch.zeros(N + 1, 2),
+    torch.zeros(N, 2).double(), torch.zeros(N, 2).to_sparse(), None],
+    ids=["nan", "infinite", "of more pairs", "64 bits", "sparse", "none"])
+def test_scores_that_cannot_be_are_computed_anew(damaged, tmp_path):
+    scores, _ = precompute(tmp_path)
+    file, = tmp_path.iterdir()
+    torch.save({"scores": damaged}, file)
+    again, told = precompute(tmp_path)
+    assert "could not be used" in told and torch.equal(again, scores)
+    assert source_of(tmp_path) == "read"

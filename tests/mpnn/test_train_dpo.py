@@ -505,7 +505,7 @@ def test_without_validation_the_best_model_is_of_a_whole_epoch_whose_mean_loss_i
 
 
 def test_the_sums_of_an_epoch_begin_anew_with_the_next(tmp_path):
-    run(tiny(training__n_iters=6, training__snapshot_freq=1, training__keep_last=6), tmp_path)
+    run(tiny(training__n_iters=6, training__keep_last=2), tmp_path)
     saved = [load_checkpoint(str(tmp_path / "checkpoints" / name))
              for name in ("last-1.pt", "last.pt")]
     assert [(state["step"], any(state["sums"])) for state in saved] == [(5, False), (6, True)]
@@ -525,7 +525,7 @@ def test_a_run_saves_the_step_after_which_it_is_asked_to_stop(tmp_path, monkeypa
 
 
 def test_falling_chosen_sequences_are_warned_of_once_and_sft_holds_them(tmp_path, capsys):
-    settings = dict(training__n_iters=30, optim__lr=1e-2)
+    settings = dict(training__n_iters=10, optim__lr=2e-2)
     warning = "have become less likely"
     result = run(tiny(**settings), tmp_path / "plain")
     text = capsys.readouterr().out
@@ -567,7 +567,7 @@ def test_a_nan_on_one_rank_is_skipped_by_all_and_too_many_in_a_row_end_the_run(t
     assert rows(tmp_path / "w")[3]["loss"] is None
 
 
-def test_scores_under_the_reference_are_kept_for_orders_that_stay(tmp_path, capsys, monkeypatch):
+def test_scores_under_the_reference_are_kept_for_orders_that_stay(tmp_path, capsys):
     cache = tmp_path / "a" / "reference"
     fixed = dict(loss__order="fixed", training__n_iters=3)
 
@@ -579,16 +579,10 @@ def test_scores_under_the_reference_are_kept_for_orders_that_stay(tmp_path, caps
     before = sorted(cache.iterdir())
     fixed["data__reference_cache"] = cache
     scores_were("b", "read from")
-    size = load_checkpoint(str(before[0]))["scores"].shape
-    for i, scores in enumerate((torch.full(size, math.nan), torch.zeros(3, 2), None,
-                                torch.zeros(size).to_sparse())):
-        for path in before:
-            torch.save({"scores": scores}, path)
-        scores_were(f"damaged {i}", "could not be used")
-        assert timeless(tmp_path / f"damaged {i}") == timeless(tmp_path / "a")
-    # sums of another build are not those of the policy here
-    monkeypatch.setattr(torch, "__version__", "0.0")
-    scores_were("d", "computed, kept in")
+    for path in before:
+        torch.save({"scores": torch.zeros(3, 2)}, path)
+    scores_were("damaged", "could not be used")
+    assert timeless(tmp_path / "damaged") == timeless(tmp_path / "a")
 
 
 def test_a_loss_without_a_reference_trains_without_one(tmp_path, capsys):
