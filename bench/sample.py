@@ -1,7 +1,7 @@
 """Drawing sequences by SEDD and ProteinMPNN, and plain transcriptions of the published samplers.
 
     python -m bench sample                                   # both, takes about 20 minutes
-    python -m bench sample --models mpnn --batch 8 --lengths 100
+    python -m bench sample --models mpnn --batch 1 8 --lengths 100
 
 The plain samplers are written from the published mathematics, in the style of the published code,
 in float32. SEDD (Lou, Meng, Ermon 2024, arXiv 2310.16834): all sequences of a batch padded to the
@@ -34,7 +34,6 @@ from sedd.diffusion import AbsorbingGraph, make_noise
 from sedd.model import SEDD
 from sedd.sequences import N_TOKENS, X_ID
 from sedd.weights import Sedd
-from training.plan import numbers_of
 
 MODELS = ("sedd", "mpnn")
 TEMPERATURE = 0.1           # of ProteinMPNN, as is usual
@@ -251,17 +250,17 @@ def main(argv):
     parser = CommandParser(prog="python -m bench sample", allow_abbrev=False,
                            description=__doc__.split("\n")[0])
     parser.add_argument("--models", default=",".join(MODELS), help="some of %(default)s")
-    parser.add_argument("--batch", default="1,8,32", help="designs drawn side by side: %(default)s")
-    parser.add_argument("--lengths", default="100,400", help="residues: %(default)s")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32],
+                        help="designs drawn side by side; default 1 8 32")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[100, 400],
+                        help="residues; default 100 400")
     parser.add_argument("--steps", type=int, default=8, help="of SEDD; default 8")
     parser.add_argument("--repeats", type=int, default=3)
     args = read_options(parser, argv)
     args.models = args.models.split(",")
     if not set(args.models) <= set(MODELS):
         parser.error(f"--models: found {', '.join(args.models)}; expected {', '.join(MODELS)}")
-    try:
-        args.batch = numbers_of("batch", args.batch)
-        args.lengths = numbers_of("lengths", args.lengths)
-    except ValueError as error:
-        parser.error(str(error))
+    if min(args.batch + args.lengths) < 1:
+        parser.error(f"--batch {args.batch}, --lengths {args.lengths}; expected numbers of at "
+                     "least 1")
     run_on_one_rank("sample", bench_sample, args, argv)

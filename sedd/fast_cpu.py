@@ -7,6 +7,8 @@ Each part of the network gets the class of the same name here, derived from that
 On other devices, and where torch.compile finds its own way, these compute as sedd/model.py does.
 Measured gains stand beside each part. Needs torch and training/fast_linear.py.
 """
+import contextlib
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -41,15 +43,27 @@ def speed_up(model):
         use_fast_linear(block.mlp)
 
 
+@contextlib.contextmanager
+def scores_at_masks_only(model):
+    """In this block, for a sampler: a `model` that speed_up has changed leaves log scores at
+    unmasked residues undefined in eval mode too, if its graph is the absorbing one."""
+    model.at_masks_only = True
+    try:
+        yield
+    finally:
+        model.at_masks_only = False
+
+
 class FastSEDD(SEDD):
     """SEDD, of which the last block and the head compute only the positions that enter the loss."""
+    at_masks_only = False
 
     def logits(self, xt, c, rotary, attended):
         if not on_cpu(xt):
             return super().logits(xt, c, rotary, attended)
-        in_loss_only = self.training and self.scale_by_sigma
+        at_masks = self.scale_by_sigma and (self.training or self.at_masks_only)
         needed = None
-        if in_loss_only:
+        if at_masks:
             masked = (xt.flatten() == self.vocab_size - 1).nonzero()[:, 0]
             rows = F.pad(masked, (0, -len(masked) % NEEDED_MULTIPLE))
             needed = (rows, rows // xt.shape[1])
@@ -61,7 +75,7 @@ class FastSEDD(SEDD):
                                (xt, self.vocab_embed.embedding) if is_first else None,
                                needed if is_last else None)
         logits = self.output_layer(h, c, needed)
-        if not in_loss_only:
+        if not at_masks:
             return logits
         everywhere = logits.new_zeros(xt.numel(), self.vocab_size)
         return everywhere.index_copy(0, masked, logits[:len(masked), 0]).view(*xt.shape, -1)

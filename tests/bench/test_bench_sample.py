@@ -62,7 +62,7 @@ def test_our_proteinmpnn_draws_what_the_plain_sampler_draws_from_equal_random_nu
 def test_a_row_is_printed_for_each_model_length_and_batch(monkeypatch, capsys):
     monkeypatch.setattr(sample, "NETWORK", dict(hidden_size=16, n_blocks=1, n_heads=2))
     monkeypatch.setattr(sample, "computes_in_bfloat16", lambda device: True)
-    sample.main(["--batch=1,2", "--lengths=20", "--steps=2", "--repeats=1"])
+    sample.main(["--batch", "1", "2", "--lengths", "20", "--steps=2", "--repeats=1"])
     out = capsys.readouterr().out
     found = re.findall(r"^(\w.*?) +[\d.]+ +[\d.]+ +[\d.]+x", out, re.M)
     sedd = [f"SEDD, {what}, {dtype}" for what in (

@@ -10,10 +10,12 @@ import torch
 
 from launchers import ROOT, fork_ranks
 import sample_sedd
-from sample_sedd import (cli, predict_letters, reshape_choice, residue_scores, sample_sequences,
-                         scaffold_templates, score_sequences, variant_scores)
+from sample_sedd import (cli, in_groups, like_lengths, predict_letters, reshape_choice,
+                         residue_scores, sample_sequences, scaffold_templates, score_sequences,
+                         variant_scores)
 from sedd_cases import TrueScores, write_checkpoint
 from sedd.diffusion import make_graph, make_noise
+from sedd.fast_cpu import scores_at_masks_only
 from sedd.weights import Sedd, export_sedd, load_sedd
 from sedd.sequences import AMINO_ACIDS, N_TOKENS, encode
 from training_runs import one_thread  # noqa: F401 (a fixture for all)
@@ -45,6 +47,40 @@ def test_given_letters_stay_and_neither_mask_nor_x_is_drawn(tmp_path, graph, how
         assert len(sequence) == len(template) and set(sequence) <= set(AMINO_ACIDS)
         assert all(a in ("_", b) for a, b in zip(template, sequence))
     assert len(set(drawn[1::4])) == 3   # not thrice the same
+
+
+def test_sequences_of_like_lengths_are_computed_together(monkeypatch):
+    """From one group to the next a sequence has less than nine tenths of the longest."""
+    monkeypatch.setattr(sample_sedd, "WORTH_A_PASS", 1)
+    groups = like_lengths(np.array([100, 99, 91, 89, 50, 49]))
+    assert [group.tolist() for group in groups] == [[0, 1, 2], [3], [4, 5]]
+
+
+def test_a_pass_that_saves_little_is_not_made():
+    """100 + 89 positions instead of 2 x 100."""
+    assert [group.tolist() for group in like_lengths(np.array([100, 89]))] == [[0, 1]]
+
+
+@pytest.mark.parametrize("graph", ["absorb", "uniform"])
+def test_scores_in_groups_are_those_of_the_model_at_masks(graph, tmp_path, monkeypatch):
+    """The third sequence has no mask: with the absorbing graph its scores do not matter."""
+    monkeypatch.setattr(sample_sedd, "WORTH_A_PASS", 1)
+    sedd = load_sedd(write_checkpoint(tmp_path / "best.pt", graph))
+    lengths = np.array([40, 39, 21, 12])
+    real = torch.arange(40) < torch.from_numpy(lengths)[:, None]
+    generator = torch.Generator().manual_seed(0)
+    xt = torch.randint(0, 20, real.shape, generator=generator).where(real, 20)
+    asked = real.clone()
+    if graph == "absorb":
+        asked &= torch.rand(real.shape, generator=generator) < 0.5
+        asked[2] = False
+        xt[asked] = sedd.graph.mask_id
+    sigma = torch.rand(4, generator=generator) + 0.1
+    with torch.no_grad(), scores_at_masks_only(sedd.model):
+        found = in_groups(sedd, lengths)(xt, sigma)
+    with torch.no_grad():
+        expected = sedd.model(xt, sigma, real)
+    torch.testing.assert_close(found[asked], expected[asked], rtol=1e-4, atol=1e-4)
 
 
 def test_a_scaffold_keeps_letters_and_draws_each_length_in_its_range():
