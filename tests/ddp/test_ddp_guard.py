@@ -310,6 +310,12 @@ def test_where_it_was_never_tried_or_is_not_wanted_there_is_no_guard(env, guarde
         assert ("never tried under PALS" in done.stderr) == ("PALS_RANKID" in env and not guarded)
 
 
+def test_a_rank_outlives_the_signal_by_which_a_closed_terminal_ends_programs(tmp_path):
+    """Its guard gets the same one, and asks it to stop."""
+    done = run("import os, signal\nos.kill(os.getpid(), signal.SIGHUP)\nprint('alive')\n", tmp_path)
+    assert (done.returncode, done.stdout) == (0, "alive\n"), done.stderr
+
+
 def ignore_closed_terminals():
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
