@@ -436,6 +436,7 @@ LAUNCHERS = {row.name: row for row in (
     Launcher("Slurm step", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS SLURM_NTASKS", "SLURM_LOCALID",
              launch="SLURM_JOB_ID SLURM_STEP_ID SLURM_RESTART_COUNT"),
 )}
+MOST_RANKS = 10**6   # more than any machine starts: a wrong number, for which ranks would wait
 PLACE = ("rank", "size", "local_rank", "local_size")   # fields of a Launcher that name variables
 
 
@@ -519,6 +520,9 @@ def detect_launcher(env: dict, mpi: tuple[int, int] | None = None) -> Ddp:
     slurm_on_one_node = row.name == "Slurm step" and _int(env, "SLURM_STEP_NUM_NODES") == 1
     if size == 1 or slurm_on_one_node:
         local_size = size   # one host; Slurm sets no plain number for this
+    if size > MOST_RANKS:
+        raise SetupError(f"{row.name}: found {size} ranks; expected at most {MOST_RANKS}. "
+                         f"{_seen(env)}")
     _refuse_outside(row, "rank", rank, size, env)
     _refuse_outside(row, "local rank", local_rank, local_size or size, env)
     sources = [f"rank from {row.rank}"]

@@ -98,6 +98,7 @@ def test_what_no_launcher_started_is_one_process(env):
     ({**OPENMPI, **TORCHRUN, "TORCHELASTIC_RUN_ID": "", "WORLD_SIZE": "4", "RANK": "0"}, None,
      ("WORLD_SIZE says 4", "Open MPI says 8")),
     (dict(HYDRA, PMI_RANK="8"), None, ("rank 8 is outside 0 to 7",)),
+    (dict(TORCHRUN, WORLD_SIZE="99999999999"), None, ("found 99999999999 ranks",)),
     (dict(HYDRA, PMI_SIZE="eight"), None, ("PMI_SIZE='eight'", "not an integer"))])
 def test_contradictions_are_refused_and_shown(env, mpi, words):
     with pytest.raises(RuntimeError) as e:
