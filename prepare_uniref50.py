@@ -399,10 +399,16 @@ class SetWriter:
 def working_folder(folder):
     """FOLDER.partial, locked for one process; removed at the end if it holds only the lock."""
     partial = folder.with_name(folder.name + ".partial")
-    partial.mkdir(parents=True, exist_ok=True)
     # A link is not followed: it would make, or lock, a file somewhere else.
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
-    with open(os.open(partial / "lock", flags, 0o666), "w") as lock:
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(partial / "lock", flags, 0o666)
+    except OSError as error:
+        raise ValueError(f"cannot work in {partial}: {error.strerror}, {error.filename}; expected "
+                         "a folder that this script can make and write, or none. Move it away, or "
+                         "name another folder.") from None
+    with open(descriptor, "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -26,6 +26,7 @@ if __name__ == "__main__":   # runs this command again in a child, the rank; thi
     ddp_guard.supervise()
 
 import contextlib
+import hashlib
 import itertools
 import math
 import os
@@ -48,6 +49,8 @@ from training.files import write_text_atomic, writing
 from training.log import progress_bar
 from training.command_line import add_launch_arguments
 from training.launch import start_ranks_if_asked
+from training.loop import check_alike
+from training.resume import hash_of
 from training.tables import refuse_all, refuse_fasta
 from sedd.diffusion import sample
 from sedd.fast_cpu import scores_at_masks_only
@@ -570,6 +573,7 @@ def run(args, ddp, reference):
     sedd = load_sedd(args.checkpoint, not args.no_ema, ddp.device)
     for note in sedd.notes:
         print0(ddp, textwrap.fill(note, 80, subsequent_indent="  "), file=sys.stderr)
+    check_alike({"weights (hash)": hash_of(sedd.model.state_dict()), **inputs_of(args)}, ddp)
     if args.export:
         if ddp.is_main:
             export_sedd(sedd, args.export)
@@ -585,6 +589,25 @@ def run(args, ddp, reference):
         print0(ddp, f"written: {args.out}", file=sys.stderr)
     if samples and reference:
         show_report(samples, reference, args, ddp)
+
+
+def inputs_of(args):
+    """{what: plain value} of options and files, which must be the same on all ranks."""
+    found = {f"--{name}": getattr(args, name) for name in ("tokens", "seed", "number", "steps",
+                                                           "samples", "length", "scaffold")}
+    for name in ("infill", "score", "mutations"):
+        if getattr(args, name):
+            found[f"--{name} (hash)"] = digest_of(getattr(args, name))
+    return found
+
+
+def digest_of(path):
+    """Hash of the bytes of a file, as text."""
+    digest = hashlib.blake2b(digest_size=8)
+    with open(path, "rb") as file:
+        for piece in iter(lambda: file.read(1 << 20), b""):
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 def score_or_draw(sedd, args, how, write):

@@ -47,6 +47,7 @@ from training.files import read_text
 MOST_YAML_BYTES = 1 << 20    # of a config; ours have 2 KB
 MOST_LISTED = 20             # problems of a config
 MOST_STEPS = 10**12          # of a run: a thousand a second for 30 years
+MOST_LR = 1e3                # far above any that trains
 MOST_PROFILED = 50           # steps of a trace, which is in memory up to its end: MBs a step
 MOST_WORKERS = 256           # processes of a rank that prepare batches
 # Values in messages: a file of a few bytes of YAML can hold a value that prints without end.
@@ -331,6 +332,8 @@ def check_common(config) -> list[str]:  # noqa: C901  (one `if` per key, nothing
     if not 0 <= config.data.val_fraction < 1:
         problems.append(f"data.val_fraction is {config.data.val_fraction}; expected 0 up to below "
                         "1")
+    if not optim.lr <= MOST_LR:
+        problems.append(f"optim.lr is {optim.lr}; expected at most {MOST_LR:g}")
     if not optim.eps > 0:
         problems.append(f"optim.eps is {optim.eps}; expected more than 0")
     for name in ("n_iters", "num_epochs"):
@@ -423,7 +426,8 @@ def _read_yaml(path):
     try:
         text = read_text(path, MOST_YAML_BYTES)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read: {error}. Expected a YAML configuration. Check "
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"{path} cannot be read: {reason}. Expected a YAML configuration. Check "
                          f"the path (relative to {Path.cwd()}).") from None
     raw = _parse(text, str(path))
     if not isinstance(raw, dict):

@@ -81,7 +81,8 @@ def _parse_json(text, where):
         return json.loads(text, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: this is not valid JSON: {str(error)[:80]}. Expected a list of "
-                         "objects; if it has one object per line, name it .jsonl.") from None
+                         "objects; if it has one object per line, name it .jsonl; of a CSV table "
+                         "pairs_from_scores.py makes one.") from None
 
 
 def read_weight(entry: dict) -> float:

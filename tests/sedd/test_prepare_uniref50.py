@@ -191,8 +191,14 @@ def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path, out, file, capsys
     other.write_text("kept")
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial" / "lock").symlink_to(other)
-    assert "lock" in refusal(capsys, out, file)
+    assert "cannot work in" in refusal(capsys, out, file)
     assert other.read_text() == "kept"
+
+
+def test_a_file_in_place_of_the_working_folder_is_named(tmp_path, out, file, capsys):
+    (tmp_path / "out.partial").write_text("kept")
+    assert "cannot work in" in refusal(capsys, out, file)
+    assert (tmp_path / "out.partial").read_text() == "kept"
 
 
 def test_settings_that_cannot_be_or_leave_a_set_empty_are_refused(out, file, capsys):

@@ -103,6 +103,14 @@ def test_any_number_of_ranks_draws_and_scores_the_same(checkpoint, tmp_path):
     assert texts["fasta"].count(">") == 9
 
 
+def test_ranks_with_other_files_are_refused(checkpoint, tmp_path):
+    """Such as an old copy on one host. Each process has another /proc/self/stat."""
+    done = fork_ranks(2, [ROOT / "sample_sedd.py", checkpoint, "--score", "/proc/self/stat"],
+                      tmp_path)
+    assert done.returncode == 2, done.text
+    assert "has --score (hash)" in done.text
+
+
 def test_lengths_are_those_of_the_training_proteins_or_as_asked(checkpoint, tmp_path, capsys):
     for words, expected in (["--number", "40"], {"7", "20", "31"}), (
             ["--number", "9", "--length", "5-6"], {"5", "6"}):

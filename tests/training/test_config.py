@@ -193,7 +193,7 @@ def texts_on(*overrides, least=None):
     (["optim.min_lr=1", "optim.decay=wsd"], "optim.min_lr is 1.0 and optim.lr 0.001"),
     (["monitoring.wandb={projekt: a}"], "monitoring.wandb has projekt"),
     (["optim.betas=[0.9, 1]"], "optim.betas is [0.9, 1.0]"),
-    (["optim.eps=0"], "optim.eps is 0.0"),
+    (["optim.eps=0"], "optim.eps is 0.0"), (["optim.lr=1e18"], "optim.lr is 1e+18"),
     (["model.dropout=1"], "model.dropout is 1.0"),
     (["data.val_fraction=1"], "data.val_fraction is 1.0"),
     (["training.stop_signals=[SIGKILL]"], "training.stop_signals is ['SIGKILL']"),
