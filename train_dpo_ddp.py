@@ -106,6 +106,10 @@ class Loss:
     # See preference_loss. ipo: sums over residues, as published; *_norm: means over residues.
     name: Literal["sigmoid", "hinge", "ipo", "ipo_norm", "robust", "conservative", "sigmoid_norm",
                   "reference_free", "simpo"] = "sigmoid"
+    # What h, the gain of chosen over rejected, is measured from. base: the base weights. unfolded:
+    # each residue alone under these, so that h is the score of sample_proteinmpnn.py
+    # --correct_unfolded, and pairs teach what this score gets wrong.
+    reference: Literal["base", "unfolded"] = "base"
     beta: float = 0.1                    # higher = closer to the reference; about 2 for simpo, 10
     #                                      for sigmoid_norm
     label_smoothing: float = 0.1         # robust, conservative: assumed fraction of swapped pairs

@@ -17,7 +17,7 @@ from ddp_setup import save_checkpoint
 from mpnn.batches import make_batch
 from mpnn.evaluation import Validation
 from mpnn.model import to_checkpoint
-from mpnn.reference import Reference, base_is_ca_only, load_base
+from mpnn.reference import WITHOUT_REFERENCE, Reference, base_is_ca_only, load_base
 from mpnn.split import load_pairs
 from training.pair_files import try_all
 from training.preferences import Loaded
@@ -28,7 +28,7 @@ from training.watch import beat
 # Keys that have a meaning for this kind alone.
 OWN_KEYS = ("model.base_model_name", "model.base_model_dir", "model.dropout", "model.random",
             "loss.order", "loss.n_orders", "loss.share_order", "loss.temperature",
-            "loss.native_kl", "data.mutable_positions", "data.mutable_ranges",
+            "loss.native_kl", "loss.reference", "data.mutable_positions", "data.mutable_ranges",
             "data.demo_structures", "data.demo_pairs", "memory.structure_cache_mb",
             "monitoring.design_temperature")
 
@@ -38,7 +38,7 @@ def check(config: Any, without_data: bool) -> list[str]:
     data = config.data
     base = config.model.base_model_name
     has_data = without_data or data.train_data is not None
-    problems = check_orders(config.loss)
+    problems = check_scores(config.loss)
     if base != "random" and config.model.random != type(config.model.random)():
         problems.append(f"model.random gives sizes, but model.base_model_name is {base}, a file "
                         "with its own sizes; expected no model.random in the config, or "
@@ -58,12 +58,16 @@ def check(config: Any, without_data: bool) -> list[str]:
     return problems
 
 
-def check_orders(loss):
-    """Texts on loss.order."""
+def check_scores(loss):
+    """Texts on loss.order and loss.reference."""
+    problems = []
     if loss.order == "arange" and loss.n_orders != 1:
-        return [f"loss.n_orders is {loss.n_orders}, but loss.order arange is a single order; "
-                "expected 1"]
-    return []
+        problems.append(f"loss.n_orders is {loss.n_orders}, but loss.order arange is a single "
+                        "order; expected 1")
+    if loss.name in WITHOUT_REFERENCE and loss.reference != type(loss).reference:
+        problems.append(f"loss.reference is {loss.reference}, but loss.name {loss.name} uses no "
+                        "reference; expected it left out, or another loss.name")
+    return problems
 
 
 def load(config: Any, ddp: Any) -> Loaded:
@@ -109,5 +113,7 @@ def describe(run: Any) -> tuple[str, str, str]:
     """Texts: name of the model, more on it, how log-likelihoods are computed."""
     loss = run.config.loss
     name = "CA-only ProteinMPNN" if run.bare.ca_only else "ProteinMPNN"
-    return (name, f"{run.bare.num_edges} neighbours",
-            f"temperature {loss.temperature:g}, {loss.order} order x {loss.n_orders}")
+    scoring = f"temperature {loss.temperature:g}, {loss.order} order x {loss.n_orders}"
+    if loss.reference == "unfolded":
+        scoring += ", reference: residues alone"
+    return name, f"{run.bare.num_edges} neighbours", scoring

@@ -6,14 +6,16 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from ddp_setup import all_sum
 from mpnn.batches import collate_complexes, make_batch, shared_context, to_device
 from mpnn.fast_cpu import speed_up
-from mpnn.model import (PUBLISHED, Encoding, Graph, ProteinMPNN, load_proteinmpnn,
+from mpnn.model import (ALPHABET, PUBLISHED, Encoding, Graph, ProteinMPNN, load_proteinmpnn,
                         random_proteinmpnn)
 from mpnn.published import INSTALL, NAMES, in_folder, in_package, is_published
+from mpnn.variants import log_probs_alone
 from training.log import show_progress
 from training.pair_plan import eval_batches
 from training.preferences import Likelihoods
@@ -144,9 +146,12 @@ class Reference:
         self.config = config
         self.ddp = ddp
         self.needed = config.loss.name not in WITHOUT_REFERENCE
+        self.is_unfolded = config.loss.reference == "unfolded"
+        # Whether policy and reference are equal before the first step.
+        self.is_start = self.needed and not self.is_unfolded
         self.room = config.memory.structure_cache_mb * 2**20   # bytes left in the cache
         self.cache = {}         # (kind, key of a complex) -> what was made, least recent first
-        self.is_fixed = config.loss.order != "random"
+        self.is_fixed = config.loss.order != "random" or self.is_unfolded
         self.table = None
 
     def cached(self, kind, complex, make):
@@ -227,7 +232,8 @@ class Reference:
     def scores(self, batch, table=None):
         """(P, 2) summed log-probabilities of chosen and rejected; 0 if the loss has no reference.
 
-        table: (n, 2) precomputed scores of all pairs; None: compute them here."""
+        table: (n, 2) precomputed scores of all pairs; None: compute them here, by the whole
+        structure."""
         if not self.needed:
             return torch.zeros_like(batch["scored"][:, :2])
         if table is not None:
@@ -252,6 +258,8 @@ class Reference:
         order = ("fixed", training.seed, loss.n_orders, loss.share_order)
         if loss.order == "arange":
             order = "arange"
+        if self.is_unfolded:
+            order = "unfolded"
         content = (CACHE_FORMAT, weights_hash, order, loss.temperature, training.batch_size,
                    self.model.num_edges, self.ddp.device.type,
                    torch.__version__,   # other versions round differently: no log 2 at step 0
@@ -262,6 +270,8 @@ class Reference:
     def compute_scores(self, pairs, what="pairs"):
         """(n, 2) float32, equal for any number of ranks: batches do not depend on the ranks that
         compute them."""
+        if self.is_unfolded:
+            return self.compute_unfolded(pairs)
         scores = torch.zeros(len(pairs), 2, dtype=torch.float64)
         batches = eval_batches(pairs, self.config.training.batch_size)
         mine = batches[self.ddp.rank::self.ddp.world_size]
@@ -270,5 +280,26 @@ class Reference:
             batch, log_probs, _ = self.run_model(self.model, pairs, indices)
             found, _ = pair_scores(log_probs, batch, self.config.loss.temperature)
             scores[indices] = found.double().cpu()
+            beat(self.ddp)
+        return all_sum(scores, self.ddp).float()
+
+    def compute_unfolded(self, pairs):
+        """(n, 2) float32: scores of residues alone, see mpnn/variants.py. They have no order."""
+        scores = torch.zeros(len(pairs), 2, dtype=torch.float64)
+        of_complex = {}
+        for number, pair in enumerate(pairs):
+            of_complex.setdefault(pair.complex.key, []).append(number)
+        for numbers in list(of_complex.values())[self.ddp.rank::self.ddp.world_size]:
+            complex = pairs[numbers[0]].complex
+            log_probs = torch.zeros(len(complex), len(ALPHABET))
+            rows = np.flatnonzero(complex.mask).tolist()
+            log_probs[rows] = log_probs_alone(self.model, complex, rows).float().cpu()
+            log_probs = torch.log_softmax(log_probs / self.config.loss.temperature, dim=-1)
+            for number in numbers:
+                pair = pairs[number]
+                scored = np.flatnonzero(pair.chain_M & complex.mask[:len(pair.chain_M)])
+                for side, letters in enumerate((pair.chosen, pair.rejected)):
+                    token = log_probs[scored, letters[scored].astype(np.int64)]
+                    scores[number, side] = token.double().sum()
             beat(self.ddp)
         return all_sum(scores, self.ddp).float()

@@ -106,21 +106,29 @@ def score_variants(  # noqa: PLR0913  (two of these only say how fast, and how f
 
 
 @torch.no_grad()
+def log_probs_alone(model: ProteinMPNN, complex: Complex, rows: list[int]) -> Tensor:
+    """(P, 21) log-probabilities, in nats, of residues alone: each a structure of one residue, with
+    its own four backbone atoms.
+
+    rows: P rows of the complex, resolved."""
+    one_each = torch.ones(len(rows), 1, dtype=torch.int64)
+    graph = model.graph(torch.from_numpy(complex.X[rows, None]), one_each, one_each, one_each)
+    encoding = model.encode(on_device_of(model, graph))
+    return model.unconditional(encoding)[:, 0]
+
+
 def score_alone(model: ProteinMPNN, complex: Complex,
                 variants: list[list[tuple[int, int]]]) -> np.ndarray:
     """ln p(mutant) - ln p(wild type) of each mutated residue alone, added up: (n,) float64, nats.
 
-    "Alone" is a structure of one residue, with its own four backbone atoms: what the model knows of
-    the letters without a fold. Less this, a score is corrected for the unfolded state.
+    See log_probs_alone: what the model knows of the letters without a fold. Less this, a score is
+    corrected for the unfolded state.
     Arguments: see score_variants.
     Source: ProteinMPNN-ddG, bioRxiv 2024.06.15.599145.
     """
     rows = sorted({row for variant in variants for row, _ in variant})
     place = {row: k for k, row in enumerate(rows)}
-    one_each = torch.ones(len(rows), 1, dtype=torch.int64)
-    graph = model.graph(torch.from_numpy(complex.X[rows, None]), one_each, one_each, one_each)
-    encoding = model.encode(on_device_of(model, graph))
-    log_p = model.unconditional(encoding)[:, 0].double().cpu().numpy()
+    log_p = log_probs_alone(model, complex, rows).double().cpu().numpy()
     scores = np.zeros(len(variants))
     for k, variant in enumerate(variants):
         for row, letter in variant:

@@ -152,7 +152,8 @@ def make_batch(pairs: list, bounds: PairBounds,  # noqa: PLR0913  (two are of th
 class Reference:
     """The base model on the device.
 
-    needed: whether the loss has a reference. is_fixed: whether its scores are the same in all
+    needed: whether the loss has a reference. is_start: whether this is what the policy starts from.
+    is_fixed: whether its scores are the same in all
     epochs. table: these of all training pairs, (n, K, 2) parts of PairBounds, or None."""
 
     def __init__(self, sedd, pairs, config, ddp):
@@ -163,6 +164,7 @@ class Reference:
         self.pairs = pairs
         self.bounds = bounds_of(sedd, config)
         self.needed = config.loss.name not in WITHOUT_REFERENCE
+        self.is_start = self.needed
         self.is_fixed = config.estimator.fixed
         self.table = None
 

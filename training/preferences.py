@@ -91,19 +91,19 @@ def evaluate_start(run, log, ddp):
     """Evaluate the base weights at the start of a run. Returns metrics by name.
 
     Without validation pairs it returns {}, and sets progress["start"], the log-probability from
-    which a fall is measured in training: with a reference and without dropout it is 0, as rewards
-    start there; else it is set later, to the mean of the first epoch."""
+    which a fall is measured in training: with the base as reference and without dropout it is 0, as
+    rewards start there; else it is set later, to the mean of the first epoch."""
     progress = run.progress
     if progress["start"] is not None:
         return {}
     if run.validation is None:
-        if run.reference.needed and not run.config.model.dropout:
+        if run.reference.is_start and not run.config.model.dropout:
             progress["start"] = 0.0
         return {}
     values = validate(run, log, ddp)
     log.metrics(0, values)
     found = short_result(values)
-    if run.reference.needed:
+    if run.reference.is_start:
         found = f"loss {values['val/loss']:.4f} (policy and reference are equal)"
     if "val/recovery" in values:
         found += f", recovery {values['val/recovery']:.3f}"

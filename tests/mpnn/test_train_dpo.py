@@ -585,6 +585,31 @@ def test_scores_under_the_reference_are_kept_for_orders_that_stay(tmp_path, caps
     assert timeless(tmp_path / "damaged") == timeless(tmp_path / "a")
 
 
+@torch.no_grad()
+def test_the_unfolded_reference_scores_each_residue_alone():
+    config = tiny(loss__reference="unfolded")
+    _, reference, pairs = networks(config)
+    one = torch.ones(1, 1, dtype=torch.int64)
+    pairs = pairs[::4]
+    for pair, found in zip(pairs, reference.compute_scores(pairs), strict=True):
+        complex = pair.complex
+        expected = [0.0, 0.0]
+        for row in np.flatnonzero(pair.chain_M & complex.mask[:len(pair.chain_M)]):
+            X = torch.from_numpy(complex.X[row])[None, None]
+            graph = reference.model.graph(X, one, one, one)
+            log_probs = reference.model(graph, one, one - 1)[0, 0]
+            expected[0] += float(log_probs[pair.chosen[row]])
+            expected[1] += float(log_probs[pair.rejected[row]])
+        assert found.tolist() == pytest.approx(expected, rel=1e-5)
+
+
+def test_with_the_unfolded_reference_pairs_do_not_start_equal(tmp_path, capsys):
+    run(tiny(loss__reference="unfolded", training__n_iters=1), tmp_path / "run")
+    first = rows(tmp_path / "run")[0]
+    assert abs(first["val/loss"] - math.log(2)) > 1e-3
+    assert "are equal" not in capsys.readouterr().out
+
+
 def test_a_loss_without_a_reference_trains_without_one(tmp_path, capsys):
     run(tiny(loss__name="simpo", loss__beta=2), tmp_path / "w")
     said = capsys.readouterr().out
@@ -798,6 +823,7 @@ def test_bad_input_is_refused_with_one_message_and_leaves_nothing(files):
         (base + "--beta 1e-300", "loss.beta is 1e-300; expected 1e-6"),
         (base + "training.n_iters=4", "--num_epochs 1 with training.n_iters 4"),
         (base + "loss.label_smoothing=0.2", "loss.name robust or conservative"),
+        (base + "loss.name=simpo loss.reference=unfolded", "loss.name simpo uses no reference"),
         (base + "model.random.hidden_size=64", "expected no model.random"),
         (base + "--train_data short.json --val_data none.json --base_model_name v_48_031",
          # all at once
