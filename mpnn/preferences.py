@@ -17,11 +17,11 @@ from ddp_setup import save_checkpoint
 from mpnn.batches import make_batch
 from mpnn.evaluation import Validation
 from mpnn.model import to_checkpoint
-from mpnn.reference import WITHOUT_REFERENCE, Reference, base_is_ca_only, load_base
+from mpnn.reference import Reference, base_is_ca_only, load_base
 from mpnn.split import load_pairs
 from training.pair_files import try_all
 from training.preferences import Loaded
-from training.reference_scores import check_cache
+from training.reference_scores import WITHOUT_REFERENCE, check_cache
 from training.resume import before_saving
 from training.watch import beat
 
