@@ -55,9 +55,9 @@ N_DESIGNS = 4       # of each protein
 RESULT = "held_out.json"        # in the folder of a run
 COLUMNS = {"spearman": 3, "spearman_mean": 3, "corrected": 3, "corrected_mean": 3, "native": 3,
            "recovery": 3, "diversity": 3, "cpu_minutes": 1}     # of the table: decimals
-HEAD = f"""{'':<26}{'Spearman':^20}{'corrected':^20}
-{'recipe':<20}{'seed':>6}{'all':>9}{'protein':>10}{'all':>10}{'protein':>10}{'native':>10}\
-{'recovery':>10}{'diversity':>10}{'CPU min':>10}"""
+HEAD = f"""{'':<20}{'Spearman':^18}{'corrected':^18}
+{'recipe':<15}{'seed':>5}{'all':>9}{'protein':>9}{'all':>9}{'protein':>9}{'native':>9}\
+{'recovery':>9}{'diversity':>10}{'CPU min':>8}"""
 
 
 class Recipe(NamedTuple):
@@ -248,8 +248,8 @@ class Judge:
 
 def row_of(recipe, seed, values):
     """A line of the table. values: {column: number}."""
-    numbers = "".join(f"{values[name]:>10.{decimals}f}" for name, decimals in COLUMNS.items())
-    return f"{recipe:<20}{seed:>6}{numbers[1:]}"
+    numbers = "".join(f"{values[name]:>9.{decimals}f}" for name, decimals in COLUMNS.items())
+    return f"{recipe:<15}{seed:>5}{numbers}"
 
 
 def numbers(text):
