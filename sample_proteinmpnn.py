@@ -118,7 +118,7 @@ from mpnn.variant_tables import (SCORE, Scoring, all_single_mutations, check_mea
 from mpnn.variants import log_probs_decoded_last
 from sedd.sequences import LETTERS, X_ID, keyed_generator, named_sequences
 from training.config import Parser
-from training.files import write_whole
+from training.files import check_writable, write_whole
 
 MAX_NOISE = 10.0        # Angstrom; published models were trained with 0.02 to 0.3
 SAVED = ("save_scores", "save_probs", "unconditional_probs", "conditional_probs")
@@ -379,6 +379,7 @@ def check_target(args):
     if not target.parent.is_dir() or is_of_wrong_kind:
         raise ValueError(f"found {target}; expected the name of a file with --out, of a folder "
                          "with --out_folder, in a folder that exists.")
+    check_writable(target)
 
 
 def files_in_out_folder(args, name):

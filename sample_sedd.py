@@ -32,7 +32,6 @@ import math
 import os
 import re
 import sys
-import tempfile
 import textwrap
 from pathlib import Path
 from typing import NamedTuple
@@ -45,7 +44,7 @@ from ddp_setup import (BAD_INPUT, Ddp, abort, all_sum, autocast, barrier, print0
                        setup_ddp)
 from sedd.report import report, sequences_of
 from training.config import Parser
-from training.files import write_text_atomic, writing
+from training.files import check_writable, write_text_atomic
 from training.log import progress_bar
 from training.command_line import add_launch_arguments
 from training.launch import start_ranks_if_asked
@@ -640,8 +639,7 @@ def open_output(path, ddp):
     elif path is None:
         yield write_to_stdout
     else:
-        with writing(path), tempfile.NamedTemporaryFile(dir=path.absolute().parent):
-            pass   # raises now, not after the work, if the folder cannot be written
+        check_writable(path)
         yield texts.append
         write_text_atomic(path, "".join(texts))
 

@@ -2,6 +2,7 @@
 text no further than it can be one."""
 import contextlib
 import os
+import tempfile
 import threading
 import zipfile
 import zlib
@@ -93,6 +94,23 @@ def writing(path):
         if isinstance(error, OSError) and error.filename is None:
             error.filename = str(path)
         raise
+
+
+def check_writable(path) -> None:
+    """Raise a CannotWrite if a file cannot be written to this path: before the work, not after it.
+
+    path: of the file, or of a folder. It need not exist, and is not changed."""
+    folder = Path(path).absolute()
+    while not folder.is_dir():
+        folder = folder.parent
+    try:
+        with writing(path), tempfile.NamedTemporaryFile(dir=folder):
+            pass
+    except CannotWrite:
+        raise
+    except OSError as error:
+        raise CannotWrite(f"cannot write {path}: {error.strerror}. Expected a folder that can be "
+                          "written.") from None
 
 
 def check_zip(path) -> None:

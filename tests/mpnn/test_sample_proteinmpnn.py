@@ -282,6 +282,13 @@ def test_sequences_that_do_not_fit_are_named_all_at_once(sample, pdb, tmp_path):
     assert re.findall(r"sequence (\d)", said) == ["1", "3"]
 
 
+@pytest.mark.parametrize("option", ["--out", "--out_folder"])
+def test_an_output_that_cannot_be_written_is_refused_before_the_work(sample, pdb, option):
+    said = sample(pdb, option, "/proc/new", code=2)[1]
+    assert said == ("sample_proteinmpnn.py: error: cannot write /proc/new: No such file or "
+                    "directory. Expected a folder that can be written.\n")
+
+
 def test_structures_that_cannot_be_read_are_named_all_at_once(sample, pdb):
     for name in ("x.pdb", "y.pdb"):
         (pdb.parent / name).write_text("END\n")
