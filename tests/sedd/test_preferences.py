@@ -79,6 +79,7 @@ def test_a_run_starts_at_log_2_and_saves_what_sample_sedd_reads(made, capsys):
     assert "noise" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_resumed_run_equals_an_uninterrupted_one(made):
     """It stops within an epoch."""
     run(settings(made, training__n_iters=4), made / "whole")
@@ -90,6 +91,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(made):
         assert all(torch.equal(one[key], other[key]) for key in one)
 
 
+@pytest.mark.slow
 def test_fixed_noise_is_scored_once_by_the_reference(made):
     run(settings(made, estimator__fixed=True, training__n_iters=1), made / "run")
     metrics = rows(made / "run")
@@ -131,6 +133,7 @@ def gradients_of(ddp, folder, by_definition=False):
                      MicroBatchDataset(make, 0), loss_of, ddp, whole if by_definition else None)
 
 
+@pytest.mark.slow
 def test_any_number_of_ranks_makes_the_gradient_of_the_weighted_mean(made):
     expected = gradients_of(Ddp(), made, by_definition=True)
     for n in (1, 2, 4):
@@ -154,6 +157,7 @@ def validated(ddp, folder):
     return values, drawn
 
 
+@pytest.mark.slow
 def test_validation_is_the_same_on_two_ranks(made):
     assert on_ranks(2, "test_preferences", "validated(ddp, '.')", made) == validated(Ddp(), made)
 
