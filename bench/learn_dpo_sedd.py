@@ -34,7 +34,7 @@ import train_sedd_ddp
 from bench.common import (CONFIGS, CommandParser, measure_the_cpu_by_default, read_options,
                           run_on_ranks)
 from bench.learn_dpo import write_pairs
-from ddp_setup import AGAIN, print0
+from ddp_setup import AGAIN, barrier, print0
 from mpnn.mutation_pairs import mutated
 from mpnn.mutations import place_all, place_on_sequences, read_mutations
 from mpnn.variant_tables import check_measured, correlate_proteins
@@ -136,12 +136,13 @@ def both_directions(proteins):
 # ---------------------------------------------------------------- measured mutations
 def bench_mutations(args, ddp):
     """Print the table of proteins held out. Returns whether all runs finished."""
-    path = make_pairs(args, ddp)
+    sedd = load_sedd(args.base, device=ddp.device)
+    path = make_pairs(sedd.max_length, args, ddp)
     table = read_mutations(path.with_name(f"{path.stem}_held_out.csv"), args.measured)
     place_them = place_on_sequences if table.has_sequences else place_all
     proteins, _ = place_them(table)
     check_measured(proteins, args.measured)
-    sedd = load_sedd(args.base, device=ddp.device)
+    proteins = [protein for protein in proteins if len(protein.complex) <= sedd.max_length]
     n = sum(len(protein.variants) for protein in proteins)
     n_pairs = len(json.loads(path.read_text()))
     print0(ddp, f"{processor()}\n{n_pairs:,} pairs; {n:,} mutations of {len(proteins)} proteins "
@@ -159,13 +160,18 @@ def bench_mutations(args, ddp):
     return True
 
 
-def make_pairs(args, ddp):
-    """Path of the pairs, which rank 0 writes. Raises: ValueError."""
+def make_pairs(longest, args, ddp):
+    """Path of the pairs of at most `longest` residues, which rank 0 writes. Raises: ValueError."""
     path = args.folder / "pairs.json"
     better = "--lower_is_better" if args.lower_is_better else "--higher_is_better"
     options = ["--score", args.measured, better, "--margin", str(args.margin), "--hold_out", "0.2",
                "--per_structure", str(args.per_protein), "--sequences"]
     write_pairs(path, options, args, ddp)
+    if ddp.is_main:
+        entries = [entry for entry in json.loads(path.read_text())
+                   if len(entry["preferred_seq"]) <= longest]
+        write_text_atomic(path, json.dumps(entries, indent=1) + "\n")
+    barrier(ddp)
     return path
 
 
