@@ -55,7 +55,7 @@ LENGTH = 30             # residues of proteins of the demonstration
 N_PROTEINS = 3000       # that the base draws; half of them for pairs to train on
 SAMPLE_STEPS = 30
 N_PAIRS_JUDGED = 200
-LEVELS = 16             # noise levels of a score
+LEVELS = 8              # noise levels of a score
 AT_A_TIME = 16          # pairs that are scored together
 DEMO_BASE = ["data.max_length=30", "data.demo_proteins=6000", "monitoring.n_samples=0",
              "training.eval_freq=10000", "training.n_iters=500", "model.hidden_size=64",
