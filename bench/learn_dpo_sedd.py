@@ -52,15 +52,15 @@ LETTER = "K"
 BETA = 1.0
 REWARD = 0.5            # for each LETTER
 LENGTH = 30             # residues of proteins of the demonstration
-N_PROTEINS = 1200       # that the base draws; half of them for pairs to train on
+N_PROTEINS = 3000       # that the base draws; half of them for pairs to train on
 SAMPLE_STEPS = 30
-N_PAIRS_JUDGED = 200
+N_PAIRS_JUDGED = 500
 LEVELS = 8              # noise levels of a score
 AT_A_TIME = 16          # pairs that are scored together
 DEMO_BASE = ["data.max_length=30", "data.demo_proteins=6000", "monitoring.n_samples=0",
              "training.eval_freq=10000", "training.n_iters=500", "model.hidden_size=64",
              "model.n_blocks=2", "model.n_heads=2", "model.cond_dim=32"]
-DEMO_KEYS = [f"loss.beta={BETA}", "training.num_epochs=4", "training.batch_size=16",
+DEMO_KEYS = [f"loss.beta={BETA}", "training.num_epochs=2", "training.batch_size=16",
              "data.val_fraction=0", "optim.lr=1e-3", "optim.warmup=10", "optim.decay=linear",
              "monitoring.n_designs=0", "estimator.samples=16", "training.log_freq=50"]
 
