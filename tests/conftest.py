@@ -49,10 +49,21 @@ def pytest_collection_modifyitems(config, items):
     items[:] = [item for item in items if bool(item.get_closest_marker("slow")) == wanted]
     config.hook.pytest_deselected(items=left_out)
     if config.pluginmanager.hasplugin("xdist"):
-        for item in items:   # Slurm and the two hosts can exist once: in one process of pytest
-            cluster = {"slurm", "two_hosts"} & set(item.fixturenames)
-            group = "test_faults.py" if cluster else item.path.name   # whose rows ask for them too
-            item.add_marker(pytest.mark.xdist_group(group))
+        for item in items:
+            item.add_marker(pytest.mark.xdist_group(group_of(item, wanted)))
+
+
+def group_of(item, slow):
+    """The name of those that run in one process of pytest, one after the other, with this test."""
+    launcher = ""
+    if hasattr(item, "callspec"):
+        launcher = str(item.callspec.params.get("launcher", ""))
+    needs_cluster = {"slurm", "two_hosts"} & set(item.fixturenames)
+    if needs_cluster or launcher.startswith(("srun", "two hosts")):
+        return "cluster"     # Slurm and the two hosts can exist once
+    if slow and "chains" in item.fixturenames:     # all launchers' in one process take too long
+        return f"{item.path.name} {launcher}"
+    return item.path.name
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,7 @@ import pytest
 
 from bench.__main__ import COMMANDS
 from bench.common import CONFIGS
-from launchers import ROOT, fork_ranks, run_ranks, slow
+from launchers import ROOT, fork_ranks, run_ranks
 from training_runs import command_lines
 
 
@@ -59,8 +59,9 @@ def test_a_bench_that_compares_steps_refuses_two_ranks(command, tmp_path):
     assert done.returncode == 2 and "found 2 ranks; expected one process" in done.text
 
 
-@pytest.mark.parametrize("launcher, options", [("python", ["--nproc_per_node=2"]),
-                                               slow("mpich", []), slow("openmpi", [])])
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher, options", [("python", ["--nproc_per_node=2"]), ("mpich", []),
+                                               ("openmpi", [])])
 def test_ranks_of_a_launcher_or_of_its_own_find_the_package_from_another_folder(
         launcher, options, tmp_path):
     done = run_ranks(launcher, 2, ["-m", "bench", "save", CONFIGS / "sedd_demo.yaml", "--repeats=1",

@@ -64,7 +64,7 @@ NO_MPI4PY = {"DDP_MPI4PY": "0"}
 
 
 @pytest.mark.parametrize("launcher, ending, env", [
-    ("mpich", RAISE, NO_GUARD), ("mpich", LEAVE, NO_GUARD),
+    ("mpich", RAISE, NO_GUARD), slow("mpich", LEAVE, NO_GUARD),
     slow("mpich", RAISE, NO_GUARD | NO_MPI4PY), slow("torchrun", RAISE, NO_GUARD),
     slow("torchrun", LEAVE, NO_GUARD), slow("openmpi", RAISE, NO_GUARD),
     slow("openmpi", RAISE, NO_MPI4PY), slow("intel", RAISE, NO_MPI4PY),
@@ -323,11 +323,17 @@ with open(f"stream{rank}", "w") as f:
 """
 
 
+OVER_DEVICES = {"DDP_GLOO_MAX_RANKS": "2"}    # objects go over the device's backend
+
+
 @pytest.mark.parametrize("launcher, env", [
-    slow("openmpi", {}),
-    ("torchrun", {"DDP_GLOO_MAX_RANKS": "2"})])    # objects over the device's backend
+    slow("openmpi", {}), slow("torchrun", OVER_DEVICES), ("forked", OVER_DEVICES)])
 def test_three_ranks_work_together_and_leave_nothing(launcher, env, tmp_path):
-    result = run_ranks(launcher, 3, [script(tmp_path, TOGETHER)], cwd=tmp_path, env=env)
+    path = script(tmp_path, TOGETHER)
+    if launcher == "forked":
+        result = fork_ranks(3, [path], tmp_path, {"DDP_GUARD": 1, **env})
+    else:
+        result = run_ranks(launcher, 3, [path], cwd=tmp_path, env=env)
     assert result.stdout == result.stderr == "", result.text
     assert (result.returncode, result.leftover) == (0, []), result.text
     assert len({(tmp_path / f"stream{rank}").read_text() for rank in range(3)}) == 3
@@ -555,7 +561,7 @@ stuck()
 
 
 @pytest.mark.parametrize("launcher, n", [
-    ("python", 1), ("mpich", 2), slow("torchrun", 2), slow("openmpi", 4)])
+    slow("python", 1), ("mpich", 2), slow("torchrun", 2), slow("openmpi", 4)])
 def test_the_script_of_the_readme_runs_as_it_stands_beside_the_one_file(launcher, n, tmp_path):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     script_beside_the_one_file(tmp_path, next(block for block in blocks if "setup_ddp" in block))

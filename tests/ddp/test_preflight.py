@@ -172,10 +172,11 @@ def test_a_folder_that_cannot_be_written_is_found(tmp_path):
 
 
 @pytest.mark.parametrize("fault, name, words", [
-    pytest.param("test_aurora_ddp.measure_row = lambda *a: time.sleep(HANG)", "barrier",
-                 "did not come within", marks=pytest.mark.slow),
+    slow("test_aurora_ddp.measure_row = lambda *a: time.sleep(HANG)", "barrier",
+         "did not come within"),
     ("torch.zeros_like = lambda x: time.sleep(HANG)", "all-reduce", "did not end within 5 s"),
-    ("test_aurora_ddp.write_folder = lambda *a: time.sleep(HANG)", "folder", "did not end within"),
+    slow("test_aurora_ddp.write_folder = lambda *a: time.sleep(HANG)", "folder",
+         "did not end within"),
     ("dist.all_reduce = lambda x: x.nothing", "all-reduce",
      "AttributeError: 'Tensor' object has no attribute")])
 def test_of_ranks_that_wait_for_each_other_the_one_at_fault_is_named_in_time(
@@ -186,8 +187,9 @@ def test_of_ranks_that_wait_for_each_other_the_one_at_fault_is_named_in_time(
     assert result.seconds < IN_TIME, result.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [
-    slow("import signal; os.kill(os.getpid(), signal.SIGSTOP)"),
+    "import signal; os.kill(os.getpid(), signal.SIGSTOP)",
     "import ctypes; ctypes.PyDLL(None).sleep(HANG)"], ids=["stopped", "lock held"])
 def test_when_rank_0_does_not_answer_the_others_name_it_and_end_all(tmp_path, fault):
     fault = f"""def stand_still():

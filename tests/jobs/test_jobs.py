@@ -85,6 +85,7 @@ def test_local_sh_makes_its_environment_once_and_ends_with_the_scripts_code_and_
         assert [word for word in ("making", "installing") if word in printed] == steps
 
 
+@pytest.mark.slow
 def test_local_sh_says_what_failed_without_network_and_starts_afresh_after_it(copy):
     need("mpich")
     with socket.socket() as closed:

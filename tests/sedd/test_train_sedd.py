@@ -161,8 +161,8 @@ def gradients_of(fasta, ddp, dtype, reduction, micro, static, by_definition=Fals
 
 
 def test_accumulated_gradients_are_those_of_one_backward_over_the_global_batch(fasta, tmp_path):
-    settings = [*itertools.product(("float64", "float32"), ("residue", "sequence"), (4, 8),
-                                   (False, True))]
+    settings = [*itertools.product(["float64"], ("residue", "sequence"), (4, 8), (False, True)),
+                ("float32", "residue", 4, True), ("float32", "sequence", 8, False)]
     expected = [gradients_of(fasta, Ddp(), *setting, by_definition=True) for setting in settings]
     call = f"[gradients_of({str(fasta)!r}, ddp, *setting) for setting in {settings}]"
     for n in (1, 2, 4):
@@ -649,6 +649,7 @@ def test_an_overflow_in_float16_is_skipped_and_no_failure(optimizer, fasta, tmp_
     assert last["grad_norm"] > 0 and last["loss_scale"] >= 1
 
 
+@pytest.mark.slow
 def test_a_run_whose_output_nobody_reads_any_longer_goes_on(fasta, tmp_path):
     for more, code in (["training.n_iters=10000", "training.log_freq=50"], 75), ([], 0):
         folder = tmp_path / str(code)
@@ -721,7 +722,8 @@ def test_a_demo_comes_near_the_exact_value_of_its_source_and_not_below(
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 def test_real_proteins_are_learned_on_two_ranks(shared, tmp_path):
-    more = ["training.n_iters=300", "training.eval_freq=300", "optim.ema=0.98",
+    # Measured with 3 seeds after 150 steps: 0.9765 to 0.9768 of the unigram's perplexity.
+    more = ["training.n_iters=150", "training.eval_freq=150", "optim.ema=0.98",
             "monitoring.sample_steps=16"]
     done = fork_ranks(2, [SCRIPT, "--config", ROOT / "configs" / "sedd_cpu.yaml", "--data",
                           shared / "data" / "proteins.fasta.gz", *more], tmp_path, timeout=2900)

@@ -7,8 +7,8 @@ import subprocess
 import pytest
 import torch
 
-from launchers import (ROOT, Running, await_that, clean_environment, command, run_ranks,
-                       slow, start_ranks)
+from launchers import (ROOT, Running, await_that, clean_environment, command, fork_ranks,
+                       run_ranks, slow, start_ranks)
 from training import launch
 
 # Hands over; then each rank writes what it is, and ends as --end says. Only the first one imports
@@ -50,7 +50,8 @@ sys.exit(75 if stopped else 130 if pressed else int(args.end or 0))
 
 
 @pytest.mark.parametrize("end, code", [
-    (2, 2), ("SIGTERM", 75), ("SIGUSR1", 75), ("killed", 1), ("interrupted", 130), ("Ctrl-C", 130)])
+    (2, 2), ("SIGTERM", 75), slow("SIGUSR1", 75), ("killed", 1), ("interrupted", 130),
+    ("Ctrl-C", 130)])
 def test_ranks_started_here_end_with_their_own_code_and_word(tmp_path, end, code):
     (tmp_path / "s.py").write_text(RANKS.format(root=str(ROOT)))
     options = ["--nproc_per_node", "2", "--end", str(end)]
@@ -167,10 +168,15 @@ def test_ranks_that_fail_end_with_one_code_and_the_command_to_give_again(tmp_pat
     last_line = result.stderr.splitlines()[-1]
     assert result.returncode == 1 and last_line.startswith("FAILED: rank 1 of 2"), result.text
     assert last_line.endswith(": python " + " ".join(command)), result.text
-    if not torch.xpu.is_available():
-        result = run_ranks("python", 1, [*command, "--device", "xpu"], tmp_path, timeout=300)
-        assert result.returncode == 2 and result.leftover == [], result.text
-        assert result.stderr.count("error: xpu was asked for") == 1, result.text
+    assert result.leftover == [], result.text
+
+
+@pytest.mark.skipif(torch.xpu.is_available(), reason="there is an XPU")
+def test_ranks_that_are_refused_end_with_code_2_and_one_message(tmp_path):
+    (tmp_path / "s.py").write_text(FAILS.format(root=str(ROOT)))
+    result = fork_ranks(2, ["s.py", "--device", "xpu"], tmp_path, {"DDP_GUARD": 1})
+    assert result.returncode == 2, result.text
+    assert result.stderr.count("error: xpu was asked for") == 1, result.text
 
 
 AFFINITY = """
@@ -200,6 +206,7 @@ with started_ranks(parser.parse_args(), sys.argv[1:]) as ddp:
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2,
                     reason="needs two cores, and a system that binds processes to cores")
+@pytest.mark.slow
 def test_threads_bound_to_cores_do_not_put_all_ranks_and_workers_on_one(tmp_path):
     (tmp_path / "s.py").write_text(AFFINITY.format(root=str(ROOT)))
     result = run_ranks("python", 1, ["s.py", "--nproc_per_node", "2", "--device", "cpu"], tmp_path,
