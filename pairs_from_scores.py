@@ -33,8 +33,9 @@ Duplicates count once, with their mean. Lines without a score are left out; so a
 fit the structure, which are named. --hold_out 0.2 leaves out all mutations of about a fifth of the
 proteins, chosen by a hash of the mutated chain's sequence, and writes them to a table beside the
 pairs (pairs.json: pairs_held_out.csv), with which sample_proteinmpnn.py --mutations measures what
-training has gained on proteins that it did not see. --ca_only reads CA atoms alone, for pairs on
-which a CA-only model is trained; a residue then needs no other atom.
+training has gained on proteins that it did not see. Those with a relative in the pairs are named.
+--ca_only reads CA atoms alone, for pairs on which a CA-only model is trained; a residue then needs
+no other atom.
 
 For train_dpo_ddp.py with model.kind=sedd, which needs no structures: the table of mutations has a
 column sequence in place of pdb_file, the wild type, whose residues count from 1; or --sequences
@@ -64,8 +65,8 @@ from typing import NamedTuple
 
 from ddp_setup import printing
 from mpnn.mutation_pairs import KINDS, Rules, mutated, pair_mutations
-from mpnn.mutations import (describe_skipped, hold_out, place_all, place_on_sequences,
-                            read_mutations)
+from mpnn.mutations import (describe_skipped, find_relatives, hold_out, place_all,
+                            place_on_sequences, read_mutations)
 from mpnn.settings import name_of, structure_files
 from training.tables import (MAX_LISTED, check_cells, read_rows, read_table_text, refuse_all,
                              table_columns)
@@ -134,11 +135,15 @@ def parse_row(row, folder, column):
     if len(set(named)) < len(named):
         raise ValueError(f"found the chains {' '.join(named)}; expected each once, the designed "
                          "one first")
-    path = folder / cells["pdb"]   # follow links to folders (".." depends on them), not to the file
-    structure = path.parent.resolve() / path.name
+    structure = absolute(folder / cells["pdb"])
     if not os.path.isfile(structure):   # False for a name that is too long, too
         raise ValueError(f"there is no file {cells['pdb']:.200}")
     return (*place_sequence(structure, chains, context, parts), score)
+
+
+def absolute(path):
+    """A path with links to folders followed, on which ".." depends, but not that of the file."""
+    return path.parent.resolve() / path.name
 
 
 def parse_sequence(text):
@@ -304,6 +309,7 @@ def pairs_of_mutations(args):
     held_out = []
     if args.hold_out is not None:
         proteins, held_out = hold_out(proteins, args.hold_out)
+        warn_of_relatives(held_out, proteins)
     rules = Rules(margin=args.margin, lower_is_better=args.lower_is_better)
     for name in FOR_RULES:
         if getattr(args, name) is not None:
@@ -314,7 +320,7 @@ def pairs_of_mutations(args):
     for protein in proteins:
         path = Path(protein.structure.name)
         if not table.has_sequences:
-            path = path.parent.resolve() / path.name
+            path = absolute(path)
         place = Place(path, protein.complex.design, protein.complex.fixed)
         means = mean_values(protein)
         n_variants += len(means)
@@ -342,6 +348,19 @@ def proteins_of(table, args):
     if skipped:
         print(describe_skipped(table, skipped), file=sys.stderr)
     return proteins
+
+
+def warn_of_relatives(held_out, proteins):
+    """Tell which proteins held out teach all the same, by a relative among those in the pairs."""
+    relatives = find_relatives(held_out, proteins)
+    if not relatives:
+        return
+    listed = ", ".join(f"{name} ({other})" for name, other in relatives[:MAX_LISTED])
+    if len(relatives) > MAX_LISTED:
+        listed += f" and {len(relatives) - MAX_LISTED:,} more"
+    print(f"ATTENTION: {len(relatives):,} of {len(held_out):,} proteins held out have a relative "
+          f"(in brackets) in the pairs, so they are no strangers to what is trained: {listed}",
+          file=sys.stderr)
 
 
 def mean_values(protein):
@@ -374,7 +393,7 @@ def table_of(proteins, folder):
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(proteins[0].variants[0].cells)
     for protein in proteins:
-        path = os.path.relpath(Path(protein.structure.name).absolute(), folder.resolve())
+        path = os.path.relpath(absolute(Path(protein.structure.name)), folder.resolve())
         for variant in protein.variants:
             cells = dict(variant.cells)
             if "pdb_file" in cells:
@@ -478,6 +497,9 @@ def check_output(args, found):
             if output.exists() and output.samefile(path):
                 raise ValueError(f"{output} is the table or a structure that it names; "
                                  "expected another file to write.")
+    for output in written:
+        if output.is_dir():
+            raise ValueError(f"{output} is a folder; expected a file to write.")
 
 
 def make_parser():

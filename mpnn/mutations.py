@@ -30,6 +30,8 @@ from sedd.sequences import AMINO_ACIDS, LETTERS, decode, encode
 
 OPTIONAL = ("pdb_file", "chain", "context", "sequence")
 LARGEST = 1e100         # measured value, so that sums of squares stay finite
+WORD = 4                # letters; unrelated proteins of usual lengths share few words of four
+ALIKE = 0.3             # fraction of its words that a protein shares with a relative
 
 
 class Mutation(NamedTuple):
@@ -186,7 +188,7 @@ def hold_out(proteins: list[Protein], fraction: float) -> tuple[list[Protein], l
     """Hold out some proteins, by a hash of the mutated chain's sequence.
 
     A protein's side depends on nothing else: not on the other proteins, names, or a seed. Equal
-    sequences are on the same side.
+    sequences are on the same side; relatives need not be, see find_relatives.
 
     Args:
         fraction: 0 to 1, of proteins that are held out, on average.
@@ -208,6 +210,36 @@ def hold_out(proteins: list[Protein], fraction: float) -> tuple[list[Protein], l
                          f"held out by the fraction {fraction:g}; expected some on both sides. "
                          "Give more proteins, or another fraction.")
     return rest, held_out
+
+
+def find_relatives(proteins: list[Protein], others: list[Protein]) -> list[tuple[str, str]]:
+    """Which proteins have a relative among the others: [(file's name, that of the nearest)].
+
+    Relatives share at least ALIKE of the words of WORD letters of the one that has fewer: also one
+    protein in two files of which other residues are resolved, and its mutants and homologues.
+    """
+    words_of_others = [(other, words_of(other)) for other in others]
+    found = []
+    for protein in proteins:
+        words = words_of(protein)
+        nearest = None
+        largest = ALIKE
+        for other, its_words in words_of_others:
+            fewer = min(len(words), len(its_words))
+            shared = len(words & its_words) / max(fewer, 1)
+            if shared >= largest:
+                nearest = other
+                largest = shared
+        if nearest is not None:
+            found.append((Path(protein.structure.name).name, Path(nearest.structure.name).name))
+    return found
+
+
+def words_of(protein):
+    """The set of words of WORD known letters in the mutated chain's sequence."""
+    letters = decode(protein.structure.chains[protein.chain].S)
+    words = {letters[i:i + WORD] for i in range(len(letters) - WORD + 1)}
+    return {word for word in words if "X" not in word}
 
 
 def describe_skipped(table: MutationTable, skipped: list[str]) -> str:

@@ -5,13 +5,14 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from pairs_from_scores import main, make_pairs
-from sedd.sequences import AMINO_ACIDS, decode
-from mpnn.mutations import read_mutations
+from sedd.sequences import AMINO_ACIDS, decode, encode
+from mpnn.mutations import Protein, find_relatives, read_mutations
 from mpnn.pairs import read_pairs
-from mpnn.structures import NAMES
+from mpnn.structures import NAMES, Chain, Complex, Structure
 from mpnn_cases import Atoms
 
 TABLE = "pdb,sequence,score,chain\n"
@@ -238,6 +239,69 @@ def test_the_table_held_out_has_all_lines_of_its_proteins(one_residue_each):
     expected = [line for line in (one_residue_each / "m.csv").read_text().split()
                 if line[0] in HELD_OUT and line[1] == "."]
     assert lines == expected
+
+
+def relatives(*sequences):
+    """What find_relatives tells of the first of proteins with these sequences and the others."""
+    first, *others = [toy_protein(f"p{number}", text) for number, text in enumerate(sequences)]
+    return find_relatives([first], others)
+
+
+def toy_protein(name, text):
+    n = len(text)
+    chain = Chain(encode(text), np.zeros((n, 4, 3), np.float32), np.ones(n, bool), (None,) * n)
+    structure = Structure(name, {"A": chain})
+    return Protein(name, structure, Complex(structure, ["A"]), [], [])
+
+
+WHOLE = "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQ"
+
+
+@pytest.mark.parametrize("other", [
+    WHOLE[5:],                                # other residues are resolved
+    WHOLE[:9] + "XXX" + WHOLE[12:],           # a gap
+    WHOLE[:20] + "D" + WHOLE[21:],            # a mutant
+    "GGSGGS" + WHOLE + "PPHHHHHH"])
+def test_a_relative_of_a_protein_held_out_is_found(other):
+    assert relatives(WHOLE, "ACDEFGHIKLMNPQRSTVWY", other) == [("p0", "p2")]
+
+
+@pytest.mark.parametrize("other", [WHOLE[::-1], "MKT", "XXXX"])
+def test_another_protein_is_no_relative(other):
+    assert relatives(WHOLE, other) == []
+
+
+def test_a_protein_held_out_with_a_relative_in_the_pairs_is_told(small, capsys):
+    for letters, name in (("ACDEFGHIK", "one"), ("ACDEFGHIR", "two")):
+        atoms = Atoms()
+        for number, letter in enumerate(letters, 1):
+            atoms.add("A", number, NAMES[AMINO_ACIDS.index(letter)])
+        (small / f"{name}.pdb").write_text(atoms.pdb())
+    (small / "m.csv").write_text(DDG + "one.pdb,A,A1C,1\ntwo.pdb,A,A1C,1\n")
+    command = [str(small / "m.csv"), str(small / "p.json"), *MEASURED, "--hold_out", "0.742"]
+    assert main(command) == 0
+    said = capsys.readouterr().err
+    assert "1 of 1 proteins held out have a relative" in said and ".pdb (" in said
+
+
+def test_the_table_held_out_finds_structures_through_a_link_to_a_folder(one_residue_each):
+    far = one_residue_each / "far" / "away"
+    far.mkdir(parents=True)
+    (one_residue_each / "near").symlink_to(far)          # whose ".." is far
+    for path in one_residue_each.glob("*.pdb"):
+        path.rename(one_residue_each / "far" / path.name)
+    text = (one_residue_each / "m.csv").read_text()
+    rows = [line if line == DDG.strip() else f"near/../{line}" for line in text.split()]
+    (one_residue_each / "m.csv").write_text("\n".join(rows) + "\n")
+    held_out_run(one_residue_each)     # read_mutations refuses files that are not there
+
+
+def test_nothing_is_written_where_the_pairs_cannot_be(one_residue_each, capsys):
+    folder = one_residue_each / "p.json"
+    folder.mkdir()
+    assert main([str(one_residue_each / "m.csv"), str(folder), *MEASURED, "--hold_out", "0.2"]) == 2
+    assert "is a folder; expected a file to write" in capsys.readouterr().err
+    assert not (one_residue_each / "p_held_out.csv").exists()
 
 
 @pytest.mark.parametrize("option, said", [
