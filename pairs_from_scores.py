@@ -39,7 +39,7 @@ no other atom.
 
 For train_dpo_ddp.py with model.kind=sedd, which needs no structures: the table of mutations has a
 column sequence in place of pdb_file, the wild type, whose residues count from 1; or --sequences
-leaves the structures out. Then pairs have sequences and a group, the protein.
+leaves the structures out. Then pairs have sequences and a group, the wild type's sequence.
 
 With --weights, the weight of a pair in the loss is its difference of scores divided by the mean
 difference of all pairs; otherwise all weights are 1. Prints the number of pairs per structure.
@@ -331,7 +331,8 @@ def pairs_of_mutations(args):
         S = protein.structure.chains[protein.chain].S
         entries = [entry_of_mutations(S, pair) for pair in pairs]
         if args.sequences or table.has_sequences:
-            entries = [without_structure(entry, place) for entry in entries]
+            wild_type = mutated(S, ())
+            entries = [without_structure(entry, wild_type) for entry in entries]
         found.append((place, entries, [pair.difference for pair in pairs]))
     return found, n_variants, held_out
 
@@ -380,11 +381,13 @@ def entry_of_mutations(S, pair):
     return {"preferred_seq": better, "unpreferred_seq": worse, "mutable_positions": differ}
 
 
-def without_structure(entry, place):
-    """An entry of entry_of_mutations for a model of sequences."""
-    group = f"{place.structure.name} {' '.join(place.design)}"
+def without_structure(entry, wild_type):
+    """An entry of entry_of_mutations for a model of sequences.
+
+    wild_type: names the group: unlike a number or a file's name, it is that of the same protein in
+        the files of training and of validation, and of no other protein."""
     return {"preferred_seq": entry["preferred_seq"], "unpreferred_seq": entry["unpreferred_seq"],
-            "group": group}
+            "group": wild_type}
 
 
 def table_of(proteins, folder):

@@ -73,14 +73,16 @@ def read_pairs(path: str | Path, longest: int,
 
     if path.suffix.lower() in TABLES:
         rows = [row for _, row in read_rows(path, REQUIRED, OPTIONAL)]
+        if not rows:
+            raise ValueError(f"{path} holds no pair; expected lines below the header.")
         return read_list(path, rows, lambda row: read(entry_of(row)), "the table", alive)
     return read_items(path, read, "the file", alive)
 
 
 def entry_of(row):
     """A row of a table as an object of a JSON file. Raises: ValueError."""
-    cells = {name: text for name, text in check_cells(row).items()
-             if name in REQUIRED or name in OPTIONAL and text}
+    filled = {name: text for name, text in check_cells(row).items() if text}
+    cells = {name: filled[name] for name in (*REQUIRED, *OPTIONAL) if name in filled}
     if "weight" in cells:
         try:
             cells["weight"] = float(cells["weight"])
@@ -169,7 +171,8 @@ def groups_of(pairs: list[SequencePair]) -> np.ndarray:
     for pair in pairs:
         texts = {pair.chosen.tobytes(), pair.rejected.tobytes()}
         if pair.group is not None:
-            texts.add(b"\xff" + pair.group.encode())     # no letter of a sequence
+            # The first byte is no letter of a sequence. JSON may hold half a character.
+            texts.add(b"\xff" + pair.group.encode(errors="surrogatepass"))
         sets.append(texts)
     return np.array([content_key(root) for root in join_groups(sets)], np.int64)
 

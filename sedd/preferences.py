@@ -7,6 +7,7 @@ policy and reference.
 import copy
 import functools
 import hashlib
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,10 @@ def load(config: Any, ddp: Ddp) -> Loaded:
     longest = min(sedd.max_length, config.data.max_length or sedd.max_length)
     data = load_pairs(config.data, config.training.seed, longest, lambda: beat(ddp))
     check_lengths([*data.train, *(data.val or [])], config.loss.name)
-    return Loaded(data, sedd.model, sedd.notes[0], sedd)
+    check_entropy(config.loss.diversity_lambda, sedd)
+    name, *assumed = sedd.notes
+    data = data._replace(description=[*(f"  {note}" for note in assumed), *data.description])
+    return Loaded(data, sedd.model, name, sedd)
 
 
 def options_anew(folder: Any) -> str:
@@ -84,6 +88,15 @@ def check_lengths(pairs, name):
         raise ValueError(f"loss.name is {name}, a loss of means over the residues of a pair, and "
                          f"{unequal:,} of {len(pairs):,} pairs have sequences of two lengths; "
                          "expected another loss, such as sigmoid, or equal lengths.")
+
+
+def check_entropy(factor, sedd):
+    """ValueError for a term of the entropy of hidden residues, if the base's graph hides none."""
+    if factor and not sedd.graph.absorb:
+        raise ValueError(f"loss.diversity_lambda is {factor:g}, but the base is of the "
+                         f"{sedd.config['graph']['type']} graph, which hides no residues, and the "
+                         "term is the entropy of hidden ones; expected 0, or a base of the graph "
+                         "absorb.")
 
 
 def make_reference(loaded: Loaded, config: Any, ddp: Ddp) -> "Reference":
@@ -210,8 +223,11 @@ class Reference:
             return self.compute_parts(pairs, what)
 
         estimator = self.config.estimator
-        content = (CACHE_FORMAT, weights_hash, self.config.training.seed, estimator.samples,
-                   estimator.share, self.config.training.batch_size, self.ddp.device.type,
+        # Of the settings of the base, some change what equal weights mean, some the noise.
+        base = json.dumps(self.sedd.config, sort_keys=True, default=str)
+        content = (CACHE_FORMAT, weights_hash, base, self.sedd.letters.tolist(),
+                   self.config.training.seed, estimator.samples, estimator.share,
+                   self.config.training.batch_size, self.ddp.device.type,
                    torch.__version__,   # other versions round differently: no log 2 at step 0
                    [pair.key for pair in pairs])
         name = hashlib.blake2b(repr(content).encode(), digest_size=12).hexdigest() + ".pt"

@@ -377,9 +377,9 @@ def test_mutations_of_sequences_become_pairs_without_structures(tmp_path):
     assert main([str(tmp_path / "m.csv"), str(tmp_path / "p.json"), "--higher_is_better",
                  "--against", "wild_type"]) == 0
     assert json.loads((tmp_path / "p.json").read_text()) == [
-        {"preferred_seq": "MKTA", "unpreferred_seq": "LKTG", "group": "protein 1 A"},
-        {"preferred_seq": "MRTA", "unpreferred_seq": "MKTA", "group": "protein 1 A"},
-        {"preferred_seq": "GGSY", "unpreferred_seq": "GGSW", "group": "protein 2 A"}]
+        {"preferred_seq": "MKTA", "unpreferred_seq": "LKTG", "group": "MKTA"},
+        {"preferred_seq": "MRTA", "unpreferred_seq": "MKTA", "group": "MKTA"},
+        {"preferred_seq": "GGSY", "unpreferred_seq": "GGSW", "group": "GGSW"}]
 
 
 def test_structures_are_left_out_of_pairs_of_sequences(small):
@@ -388,7 +388,7 @@ def test_structures_are_left_out_of_pairs_of_sequences(small):
     assert main([*command, "--sequences"]) == 0
     pair, = json.loads((small / "p.json").read_text())
     assert pair == {"preferred_seq": "MRXXVLA", "unpreferred_seq": "MKXXVLA",
-                    "group": "small.pdb A"}
+                    "group": "MKXXVLA"}
 
 
 @pytest.mark.parametrize("line, said", [

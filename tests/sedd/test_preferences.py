@@ -13,7 +13,7 @@ from sedd.pairs import SequencePair, groups_of, read_pairs
 from sedd.preferences import Validation, batch_maker, load, make_reference
 from sedd.sequences import AMINO_ACIDS, encode
 from sedd.weights import load_sedd
-from sedd_cases import write_checkpoint
+from sedd_cases import NOISE, SIZES, write_checkpoint
 from train_dpo_ddp import (Config, MicroBatchDataset, check_config, micro_batch_loss, objective,
                            prepare, train)
 from training.config import load_config
@@ -97,6 +97,21 @@ def test_fixed_noise_is_scored_once_by_the_reference(made):
     metrics = rows(made / "run")
     assert len(list((made / "run" / "reference").iterdir())) == 2
     assert metrics[1]["loss"] == pytest.approx(math.log(2), abs=1e-4)
+
+
+@pytest.mark.parametrize("other", [
+    {"letters": [*range(120, 99, -1)]},
+    {"config": {"model": {**SIZES, "n_heads": 4}, "graph": {"type": "absorb"}, "noise": NOISE,
+                "data": {"max_length": 40}}}])
+def test_kept_scores_are_not_taken_for_a_base_of_equal_weights_and_other_settings(other, made):
+    for more in ({}, other):
+        write_checkpoint(made / "base.pt", **more)
+        config = settings(made, data__val_fraction=0)
+        loaded = load(config, Ddp())
+        pairs = loaded.data.train
+        reference = make_reference(loaded, config, Ddp())
+        found, _ = reference.precompute(pairs, "hash", made / "kept", "pairs")
+    torch.testing.assert_close(found, reference.compute_parts(pairs, "pairs"))
 
 
 def gradients_of(ddp, folder, by_definition=False):
@@ -200,6 +215,24 @@ def test_bad_pairs_are_all_named(tmp_path):
     for item, (_, said) in enumerate(bad, 1):
         assert any(f"item {item}:" in line and said in line
                    for line in str(caught.value).splitlines()), said
+
+
+def test_a_table_without_pairs_is_refused(tmp_path):
+    (tmp_path / "pairs.csv").write_text("preferred_seq,unpreferred_seq\n")
+    with pytest.raises(ValueError, match="holds no pair"):
+        read_pairs(tmp_path / "pairs.csv", 40)
+
+
+def test_a_term_of_entropy_is_refused_for_a_base_that_hides_no_residues(made):
+    write_checkpoint(made / "base.pt", graph="uniform")
+    with pytest.raises(ValueError, match="loss.diversity_lambda is 0.1, but .* uniform graph"):
+        load(settings(made, loss__diversity_lambda=0.1), Ddp())
+
+
+def test_what_is_assumed_of_a_base_is_said(made):
+    write_checkpoint(made / "base.pt", letters=None)
+    lines = load(settings(made), Ddp()).data.description
+    assert any("no letter frequencies" in line for line in lines)
 
 
 @pytest.mark.parametrize("changed, said", [
