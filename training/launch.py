@@ -31,6 +31,7 @@ from ddp_setup import AGAIN, DEFAULT_PORT, cores_given, detect_launcher, loopbac
 POLL = 0.1             # seconds between two looks at the ranks
 SAVING_SECONDS = 600   # for the ranks to save and exit after a signal to this process
 FAILED_SECONDS = 20    # for the others to end when a rank has failed: they cannot save any more
+MOST_PER_NODE = 1024   # ranks; far more would leave the host without memory
 # These options start ranks; they are not passed on to them.
 LAUNCHER_OPTIONS = ("nnodes", "nproc_per_node", "node_rank", "master_addr", "master_port")
 # What another launcher, or a pod, may have left in the environment.
@@ -95,11 +96,12 @@ def check_launcher_options(given: dict) -> None:
     else:
         complete = "nnodes" in given or "nproc_per_node" in given
     node_exists = 0 <= given.get("node_rank", 0) < n_nodes
-    if not complete or not node_exists or given.get("nproc_per_node", 1) < 1:
+    is_possible = 1 <= given.get("nproc_per_node", 1) <= MOST_PER_NODE
+    if not complete or not node_exists or not is_possible:
         found = " ".join(f"--{name} {value}" for name, value in given.items())
         raise ValueError(f"found {found}; expected --nproc_per_node M, or --nnodes N --node_rank R "
                          "--master_addr HOST [--master_port P] [--nproc_per_node M] with R from 0 "
-                         "to N - 1 and M of at least 1.")
+                         f"to N - 1 and M from 1 to {MOST_PER_NODE:,}.")
 
 
 def this_program() -> list[str]:

@@ -146,6 +146,12 @@ def test_a_number_of_ranks_that_differs_from_the_environments_is_refused(monkeyp
         launch.check_launcher_options({"nproc_per_node": 2})
 
 
+@pytest.mark.parametrize("ranks", [0, 100_000])
+def test_a_number_of_ranks_that_no_host_starts_is_refused(ranks):
+    with pytest.raises(ValueError, match=f"found --nproc_per_node {ranks}; expected"):
+        launch.check_launcher_options({"nproc_per_node": ranks})
+
+
 FAILS = """
 if __name__ == "__main__":
     import sys
