@@ -16,7 +16,8 @@ weights in its first row, then a row for each run:
     recovery, diversity
                 of designs at temperature 0.1 of up to 16 of these proteins: the fraction of native
                 letters; the fraction in which two designs differ
-    CPU min     of training, all ranks together, without evaluation
+    CPU min     of training, all ranks together, without evaluation; of a run that was stopped, what
+                it took after the last start
 
 The runs are ordinary runs in --folder: the same command resumes a stopped bench, and does not
 repeat finished runs.
@@ -158,11 +159,13 @@ def result_of(recipe, seed, pairs, judge, args, ddp):
     if ddp.is_main and path.exists():
         kept = json.loads(path.read_text())
     kept = broadcast(kept, ddp)
-    if kept is not None and kept["step"] == result["step"]:
+    # Measured on the same proteins: else the base, which is measured anew, differs.
+    if kept is not None and kept["step"] == result["step"] and kept.get("base") == judge.base:
         return kept
     model = load_proteinmpnn(str(work_dir / "latest_model.pt")).eval().to(ddp.device)
     with silence():
-        values = {"step": result["step"], "cpu_minutes": float(minutes), **judge.measure(model)}
+        values = {"step": result["step"], "base": judge.base, "cpu_minutes": float(minutes),
+                  **judge.measure(model)}
     if ddp.is_main:
         write_text_atomic(path, json.dumps(values) + "\n")
     return values

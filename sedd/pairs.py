@@ -10,6 +10,7 @@ or tabs) with columns. Keys of an object, and columns:
                     validation. So are pairs that share a sequence
     weight          of the pair in the loss, 1e-6 to 1e6; optional, default 1
     description     anything; not used
+Other keys of an object are refused; other columns of a table are not used, and named at the start.
 Writes nothing. No model and no process group here.
 """
 
@@ -24,7 +25,7 @@ from sedd.sequences import X_ID, encode
 from training.pair_files import (hold_out, join_groups, quote, read_items, read_list, read_weight,
                                  try_all)
 from training.seeds import content_key
-from training.tables import check_cells, read_rows
+from training.tables import check_cells, read_rows, read_table_text, table_columns
 
 REQUIRED = ("preferred_seq", "unpreferred_seq")
 OPTIONAL = ("group", "weight", "description")
@@ -75,8 +76,20 @@ def read_pairs(path: str | Path, longest: int,
         rows = [row for _, row in read_rows(path, REQUIRED, OPTIONAL)]
         if not rows:
             raise ValueError(f"{path} holds no pair; expected lines below the header.")
+        if "pdb_file" in rows[0]:
+            raise ValueError(f"{path} has a column pdb_file: pairs on structures; expected "
+                             "sequences alone. For ProteinMPNN give model.kind=proteinmpnn.")
         return read_list(path, rows, lambda row: read(entry_of(row)), "the table", alive)
     return read_items(path, read, "the file", alive)
+
+
+def unused_columns(path):
+    """The columns of a table of pairs that mean nothing here, such as a misspelt one. path: as
+    read_pairs has read it, or None."""
+    if path is None or Path(path).suffix.lower() not in TABLES:
+        return []
+    columns = table_columns(read_table_text(Path(path)))
+    return [name for name in columns if name not in REQUIRED and name not in OPTIONAL]
 
 
 def entry_of(row):
@@ -104,8 +117,14 @@ def read_pair(entry, longest):
     if group is not None and not (isinstance(group, str) and group.strip()):
         raise ValueError(f"group is {quote(group)}; expected a text that is not empty")
     chosen, rejected = (read_letters(entry, key, longest) for key in REQUIRED)
-    if np.array_equal(chosen, rejected):
-        raise ValueError("preferred and unpreferred are equal: no preference")
+    if len(chosen) == len(rejected):
+        differ = chosen != rejected
+        if not differ.any():
+            raise ValueError("preferred and unpreferred are equal: no preference")
+        is_known = (chosen != X_ID) & (rejected != X_ID)
+        if not (differ & is_known).any():   # X has no likelihood, so these would not be compared
+            raise ValueError("preferred and unpreferred differ at unknown residues (X) alone; "
+                             "expected a difference of known ones")
     return SequencePair(chosen, rejected, group, read_weight(entry))
 
 
@@ -139,6 +158,10 @@ def load_pairs(data: Any, seed: int, longest: int, alive: Callable = lambda: Non
 
     pairs, val = try_all(lambda: read(data.train_data), lambda: read(data.val_data))
     lines = [f"data: {data.train_data}: {describe(pairs)}"]
+    for path in (data.train_data, data.val_data):
+        unused = unused_columns(path)
+        if unused:
+            lines.append(f"  {path}: columns that are not used: {', '.join(unused)}")
     if val is not None:
         lines.append(f"  {data.val_data}, for validation: {describe(val)}")
         groups = groups_of([*pairs, *val])

@@ -35,6 +35,7 @@ from training.watch import beat
 OWN_KEYS = ("model.base", "estimator.samples", "estimator.share", "estimator.fixed",
             "monitoring.design_steps")
 PER_RESIDUE = ("ipo_norm", "sigmoid_norm", "simpo")   # losses of means over residues
+MOST_SAMPLES = 1024     # noise levels of a pair; far more would not fit into memory
 CACHE_FORMAT = 1    # version of the files of scores; part of the hash that names them
 
 
@@ -47,9 +48,10 @@ def check(config: Any, without_data: bool) -> list[str]:
     if config.data.train_data is None and not without_data:
         problems.append("data.train_data is not given; expected a file of preference pairs "
                         "(--train_data): preferred_seq and unpreferred_seq, as JSON or as a table")
-    if config.estimator.samples < 2:
-        problems.append(f"estimator.samples is {config.estimator.samples}; expected at least 2, as "
-                        "their differences tell how noisy an estimate is")
+    if not 2 <= config.estimator.samples <= MOST_SAMPLES:
+        problems.append(f"estimator.samples is {config.estimator.samples}; expected 2 to "
+                        f"{MOST_SAMPLES:,}: their differences tell how noisy an estimate is, and "
+                        "each is two sequences for the network")
     if config.monitoring.design_steps < 1:
         problems.append(f"monitoring.design_steps is {config.monitoring.design_steps}; expected at "
                         "least 1")

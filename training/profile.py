@@ -7,8 +7,9 @@
     profile.close()                       # at the end, or where the run stops
 
 Writes RUN_DIR/profile/steps_10-13.json.gz, which https://ui.perfetto.dev shows. What follows a
-step, such as an evaluation, is in the trace too. A traced step takes longer, as the metrics show. A
-trace that cannot be made is reported; the run goes on.
+step, such as an evaluation, is in the trace too. A traced step takes longer, and writing the trace
+counts as time of the step before, as the metrics show. A trace that cannot be written is reported;
+the run goes on.
 """
 import contextlib
 import gzip

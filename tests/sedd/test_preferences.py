@@ -206,6 +206,7 @@ def test_bad_pairs_are_all_named(tmp_path):
            ({**good, "unpreferred_seq": "MKTA"}, "no preference"),
            ({**good, "preferred_seq": "M" * 41}, "41 residues; expected at most 40"),
            ({**good, "preferred_seq": "XXX"}, "unknown residues alone"),
+           ({**good, "preferred_seq": "MXTA"}, "differ at unknown residues"),
            ({**good, "weight": 0}, "weight is 0"), ({**good, "group": 3}, "group is 3"),
            ({**good, "pdb_file": "a.pdb"}, "model.kind=proteinmpnn"),
            ({**good, "chain": "A"}, "unknown key chain"), ([], "expected an object")]
@@ -220,6 +221,22 @@ def test_bad_pairs_are_all_named(tmp_path):
 def test_a_table_without_pairs_is_refused(tmp_path):
     (tmp_path / "pairs.csv").write_text("preferred_seq,unpreferred_seq\n")
     with pytest.raises(ValueError, match="holds no pair"):
+        read_pairs(tmp_path / "pairs.csv", 40)
+
+
+def test_columns_of_a_table_that_are_not_used_are_named(made):
+    entries = made_entries(6)
+    lines = ["preferred_seq,unpreferred_seq,weigth"]
+    lines += [f"{entry['preferred_seq']},{entry['unpreferred_seq']},2" for entry in entries]
+    (made / "pairs.csv").write_text("\n".join(lines) + "\n")
+    config = settings(made, data__train_data=str(made / "pairs.csv"), data__val_fraction=0)
+    assert f"  {made / 'pairs.csv'}: columns that are not used: weigth" in load(
+        config, Ddp()).data.description
+
+
+def test_a_table_of_pairs_on_structures_is_refused(tmp_path):
+    (tmp_path / "pairs.csv").write_text("pdb_file,preferred_seq,unpreferred_seq\na,MK,ML\n")
+    with pytest.raises(ValueError, match="model.kind=proteinmpnn"):
         read_pairs(tmp_path / "pairs.csv", 40)
 
 
@@ -240,7 +257,8 @@ def test_what_is_assumed_of_a_base_is_said(made):
     ({"model.random.hidden_size": 8}, "model.random.hidden_size|model.random is given"),
     ({"data.mutable_positions": "1 2"}, "data.mutable_positions"),
     ({"model.base": "null"}, "--base"), ({"data.train_data": "null"}, "--train_data"),
-    ({"estimator.samples": 1}, "estimator.samples is 1"),
+    ({"estimator.samples": 1}, "estimator.samples is 1;"),
+    ({"estimator.samples": 10**11}, "estimator.samples is 100000000000"),
     ({"model.kind": "proteinmpnn"}, "estimator.samples is given, which is for model.kind sedd")])
 def test_settings_of_the_other_kind_are_refused(changed, said):
     config = load_config(Config, None, words({**SETTINGS, **changed}))
