@@ -17,21 +17,18 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from ddp_setup import Ddp, all_sum, seed_for
+from ddp_setup import all_sum, seed_for
 from mpnn.model import ALPHABET, decoding_order, gumbel_noise
 from mpnn.reference import Reference, stack
 from mpnn.structures import Complex
 from sedd.sequences import X_ID, decode
-from training.files import write_text_atomic
+from training.designs import PolicyDesigns
 from training.log import show_progress
 from training.loop import eval_mode
 from training.watch import beat
 
 MOST_PROBLEMS = 16       # problems with the lowest key, a hash: the cost is limited for any data
 MOST_IN_BATCH = 16       # sequences that are drawn in one batch
-# Signs of a collapse: diversity below this fraction of the base designs'; shift above this value.
-LEAST_DIVERSITY = 0.5
-MOST_SHIFT = 0.3
 
 
 class Problem(NamedTuple):
@@ -58,10 +55,13 @@ def design_problems(pairs: list) -> list[Problem]:
     return [found[key] for key in sorted(found)]
 
 
-class Designs:
+class Designs(PolicyDesigns):
     """Draws monitoring.n_designs sequences for each of at most MOST_PROBLEMS design problems."""
 
+    what = "designs of one structure"
+
     def __init__(self, pairs: list, reference: Reference, config: Any):
+        super().__init__(reference.model)
         self.problems = design_problems(pairs)[:MOST_PROBLEMS]
         self.reference = reference
         self.seed = config.training.seed
@@ -73,19 +73,6 @@ class Designs:
         # Drawing needs less memory than training, which has 2 x batch_size sequences at a time.
         size = min(4 * config.training.batch_size, MOST_IN_BATCH)
         self.batches = [designs[i:i + size] for i in range(0, len(designs), size)]
-        self.base = None      # designs of the base weights, see draw
-
-    def __call__(self, model: torch.nn.Module, step: int, folder: Path, ddp: Ddp) -> dict:
-        """Draw, write FOLDER/designs/step_N.fasta on rank 0, and return metrics by name.
-
-        model: without DDP; set to eval mode and back. At step 0 it has the base weights, whose
-        designs are drawn once per start, as the baseline for collapse."""
-        if self.base is None:
-            self.base = self.draw(self.reference.model, ddp)
-        S = self.base if step == 0 else self.draw(model, ddp)
-        if ddp.is_main:
-            write_text_atomic(Path(folder) / "designs" / f"step_{step}.fasta", self.fasta(S))
-        return self.metrics(S)
 
     @torch.no_grad()
     def draw(self, model, ddp):
@@ -166,27 +153,13 @@ class Designs:
         values["val/design_shift"] = float(shift)
         return values
 
-    def sign_of_collapse(self, values):
-        """Sentence about the sign of a collapse in `values` (from metrics); "" if there is none."""
-        now = values["val/design_diversity"]
-        shift = values["val/design_shift"]
-        base = self.metrics(self.base)["val/design_diversity"]
-        if now < LEAST_DIVERSITY * base:
-            return ("designs of one structure have become too alike: two of them differ in "
-                    f"{now:.1%} of their residues; with the base weights in {base:.1%}.")
-        if shift > MOST_SHIFT:
-            return (f"the composition of designs has moved: {shift:.0%} of their residues would "
-                    "have to change to give the letter frequencies of the base weights' designs "
-                    f"(more than {MOST_SHIFT:.0%}).")
-        return ""
-
     def frequencies(self, S):
         """(21,) frequency of each letter in the drawn residues of designs S."""
         counts = sum(np.bincount(letters.ravel(), minlength=len(ALPHABET))
                      for _, letters in self.drawn_letters(S))
         return counts / counts.sum()
 
-    def fasta(self, S):
+    def fasta(self, S, step):
         """FASTA text: the designed chains of each design, joined by /."""
         lines = []
         for problem, designs in zip(self.problems, S):

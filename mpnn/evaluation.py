@@ -53,7 +53,8 @@ class Validation(PairValidation):
         packed = torch.zeros(len(self.pairs), len(SUMS), dtype=torch.float64)
         mine = self.batches[ddp.rank::ddp.world_size]
         for indices in show_progress(mine, ddp, "validation pairs"):
-            batch, log_probs, natives = self.reference.run_model(model, self.pairs, indices)
+            batch, log_probs, natives = self.reference.run_model(model, self.pairs, indices,
+                                                                 with_natives=True)
             reference_scores = self.reference.scores(batch, self.table)
             likelihoods = self.reference.likelihoods(log_probs, natives, batch)
             _, metrics = self.objective(likelihoods, batch, reference_scores, self.config.loss)

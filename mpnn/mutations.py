@@ -149,9 +149,7 @@ def place_all(table: MutationTable, structure: str | Path | None = None, chain: 
         place(protein, variants, skipped)
         if protein.variants:
             proteins.append(protein)
-    refuse_all(table.path, problems)
-    if not proteins:
-        raise ValueError(f"{table.path}: no variant fits its structure. Found {skipped[0]}.")
+    check_placed(table, proteins, skipped, problems, "structure")
     return proteins, skipped
 
 
@@ -178,10 +176,15 @@ def place_on_sequences(table: MutationTable) -> tuple[list[Protein], list]:
         place(protein, variants, skipped)
         if protein.variants:
             proteins.append(protein)
+    check_placed(table, proteins, skipped, problems, "sequence")
+    return proteins, skipped
+
+
+def check_placed(table, proteins, skipped, problems, where):
+    """ValueError for problems of a table, or if no variant fits. where: what variants are of."""
     refuse_all(table.path, problems)
     if not proteins:
-        raise ValueError(f"{table.path}: no variant fits its sequence. Found {skipped[0]}.")
-    return proteins, skipped
+        raise ValueError(f"{table.path}: no variant fits its {where}. Found {skipped[0]}.")
 
 
 def hold_out(proteins: list[Protein], fraction: float) -> tuple[list[Protein], list[Protein]]:

@@ -3,6 +3,7 @@
 Policy and reference are scored by the same code, on batches of mpnn/batches.py.
 """
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -190,10 +191,13 @@ class Reference:
         moved = to_device(batch, self.ddp.device)
         return {**moved, "complexes": complexes, "graph": graph}
 
-    def run_model(self, model, pairs, indices):
+    def run_model(self, model, pairs, indices, with_natives=False):
         """(batch on the device, what run_policy returns) of these pairs, under orders that do not
-        depend on the epoch."""
-        batch = make_batch(pairs, indices.tolist(), self.config.loss, self.config.training.seed)
+        depend on the epoch. with_natives: as loss.native_kl says; else without."""
+        loss = self.config.loss
+        if not with_natives:
+            loss = replace(loss, native_kl=0.0)
+        batch = make_batch(pairs, indices.tolist(), loss, self.config.training.seed)
         batch = self.to_device(batch, pairs)
         return batch, *run_policy(model, batch)
 

@@ -6,50 +6,31 @@
 The random numbers of a protein are seeded by (seed, its number), not by the step: proteins of two
 steps differ only because the model does. Results are equal for any number of ranks.
 """
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from ddp_setup import Ddp, all_sum
+from ddp_setup import all_sum
 from sedd.diffusion import sample
 from sedd.sequences import X_ID, decode, keyed_generator
-from training.files import write_text_atomic
+from training.designs import PolicyDesigns
 from training.loop import eval_mode
 from training.watch import beat
 
-# Signs of a collapse: diversity below this fraction of the base's; shift above this value.
-LEAST_DIVERSITY = 0.5
-MOST_SHIFT = 0.3
 
-
-class Designs:
+class Designs(PolicyDesigns):
     """Draws monitoring.n_designs proteins as long as preferred ones of validation pairs."""
 
     def __init__(self, pairs: list, sedd: Any, config: Any):
         """sedd: a Sedd, whose model has the base weights."""
+        super().__init__(sedd.model)
         self.sedd = sedd
         self.seed = config.training.seed
         self.steps = config.monitoring.design_steps
         ordered = sorted(pairs, key=lambda pair: pair.key)
         number = config.monitoring.n_designs
         self.lengths = [len(ordered[k % len(ordered)].chosen) for k in range(number)]
-        self.base = None      # proteins of the base weights, see draw
-
-    def __call__(self, model: torch.nn.Module, step: int, folder: Path, ddp: Ddp) -> dict:
-        """Draw, write FOLDER/designs/step_N.fasta on rank 0, and return metrics by name.
-
-        model: without DDP; set to eval mode and back. At step 0 it has the base weights, whose
-        proteins are drawn once per start, as the baseline for collapse."""
-        if self.base is None:
-            self.base = self.draw(self.sedd.model, ddp)
-        rows = self.base if step == 0 else self.draw(model, ddp)
-        if ddp.is_main:
-            text = "".join(f">step_{step}_{k} length={len(row)}\n{decode(row)}\n"
-                           for k, row in enumerate(rows))
-            write_text_atomic(Path(folder) / "designs" / f"step_{step}.fasta", text)
-        return self.metrics(rows)
 
     @torch.no_grad()
     def draw(self, model, ddp):
@@ -82,18 +63,10 @@ class Designs:
         shift = abs(frequencies(rows) - frequencies(self.base)).sum() / 2
         return {"val/design_diversity": float(np.mean(differ)), "val/design_shift": float(shift)}
 
-    def sign_of_collapse(self, values):
-        """Sentence about the sign of a collapse in `values` (from metrics); "" if there is none."""
-        now = values["val/design_diversity"]
-        base = self.metrics(self.base)["val/design_diversity"]
-        if now < LEAST_DIVERSITY * base:
-            return (f"designs have become too alike: two of them differ in {now:.1%} of their "
-                    f"residues; with the base weights in {base:.1%}.")
-        if values["val/design_shift"] > MOST_SHIFT:
-            return (f"the composition of designs has moved: {values['val/design_shift']:.0%} of "
-                    "their residues would have to change to give the letter frequencies of the "
-                    f"base weights' designs (more than {MOST_SHIFT:.0%}).")
-        return ""
+    def fasta(self, rows, step):
+        """FASTA text."""
+        return "".join(f">step_{step}_{k} length={len(row)}\n{decode(row)}\n"
+                       for k, row in enumerate(rows))
 
 
 def frequencies(rows):

@@ -178,8 +178,9 @@ def start_run(kind, config, ddp, former, bare, item_of, *,  # noqa: PLR0913  (pa
 
 def check_rate(former, lr, warmup) -> None:
     """Refuse a checkpoint with another learning rate or warm-up than the same config, data and
-    batch give now. former: a training.resume.Former. lr, warmup: scaled to the
-    batch. Raises: ValueError."""
+    batch give now. Raises: ValueError.
+
+    former: a training.resume.Former. lr, warmup: scaled to the batch."""
     path, state = former
     if not math.isclose(state["lr"], lr, rel_tol=1e-6) or state["warmup"] != warmup:
         raise ValueError(f"{path} has the learning rate {state['lr']:g} and {state['warmup']:g} "

@@ -342,7 +342,7 @@ def test_designs_change_designed_resolved_positions_alone_and_hang_on_their_prob
         assert len({row.tobytes() for row in drawn}) == designs.number
         assert (designs_of(Ddp(), only=number)[1][0] == drawn[:, :L]).all()
     assert len(designs.problems) == 4 + 4 + 1
-    entries = designs.fasta(S).splitlines()
+    entries = designs.fasta(S, 0).splitlines()
     assert len(entries) == 2 * S[..., 0].size
     assert entries[1] == decode(S[0, 0, :designs.problems[0].complex.n_designed])
 
