@@ -51,7 +51,7 @@ from training.launch import start_ranks_if_asked
 from training.loop import check_alike
 from training.resume import hash_of
 from training.tables import refuse_all, refuse_fasta
-from sedd.diffusion import sample
+from sedd.diffusion import sample, sample_scheduled
 from sedd.fast_cpu import scores_at_masks_only
 from sedd.evaluation import BoundEstimator, draw_lengths, perplexity
 from sedd.weights import export_sedd, load_sedd
@@ -109,6 +109,7 @@ def sample_sequences(sedd, templates, steps=128,   # noqa: PLR0913  (all have a 
     batches = eval_batches(lengths, max(tokens, longest))
     own_batches = range(ddp.rank, len(batches), ddp.world_size)
     own_draws = len(own_batches) * (steps + 1)
+    draw = sample_scheduled if sedd.model.parameterization == "subs" else sample
     for number in own_batches:
         indices = batches[number]
         given = pad_sequence([torch.from_numpy(rows[i]) for i in indices], True, padding_value=-1)
@@ -116,9 +117,9 @@ def sample_sequences(sedd, templates, steps=128,   # noqa: PLR0913  (all have a 
         real = torch.arange(width) < torch.from_numpy(lengths[indices])[:, None]
         network = in_groups(sedd, lengths[indices])
 
-        def log_score(xt, sigma, network=network):
+        def log_score(xt, sigma, unmasked=None, network=network):
             beat(ddp)
-            scores = network(xt, sigma)
+            scores = network(xt, sigma, unmasked)
             if shaped:
                 return reshape_choice(scores, xt, sedd.graph.mask_id, temperature, top_p)
             return scores
@@ -128,22 +129,22 @@ def sample_sequences(sedd, templates, steps=128,   # noqa: PLR0913  (all have a 
                 on_step(own_draws)
 
         with autocast(dtype, ddp), scores_at_masks_only(sedd.model):
-            drawn = sample(log_score, sedd.graph, sedd.noise, tuple(given.shape), steps,
-                           predictor=predictor, fixed=(given.clamp(min=0), given >= 0),
-                           forbidden=(X_ID,), mask=real, device=ddp.device,
-                           generator=keyed_generator(seed, "sample", number),
-                           on_step=count_step)
+            drawn = draw(log_score, sedd.graph, sedd.noise, tuple(given.shape), steps,
+                         predictor=predictor, fixed=(given.clamp(min=0), given >= 0),
+                         forbidden=(X_ID,), mask=real, device=ddp.device,
+                         generator=keyed_generator(seed, "sample", number), on_step=count_step)
         out[torch.from_numpy(indices), :width] = drawn.cpu()
     out = all_sum(out, ddp).numpy()
     return [decode(row[:n]) for row, n in zip(out, lengths)]
 
 
 def in_groups(sedd, lengths):
-    """The network for sequences of these lengths: a function (xt, sigma) -> log scores (B, L, V).
+    """The network for sequences of these lengths: a function (xt, sigma, unmasked) -> log scores
+    (B, L, V). unmasked: None, or see sedd.diffusion.sample_scheduled.
 
-    It computes sequences of like lengths together, so that short ones are padded less. On a CPU,
-    with the absorbing graph, it leaves out sequences in which no mask is left: their scores do not
-    matter, as they never change, and are 0.
+    It computes sequences of like lengths together, so that short ones are padded less. It leaves
+    out sequences in which nothing is unmasked, or, if that is not known, on a CPU with the
+    absorbing graph, those in which no mask is left: their scores do not matter, and are 0.
 
     lengths: (B,) array, the longest first.
     """
@@ -157,15 +158,19 @@ def in_groups(sedd, lengths):
         rows = rows.to(xt.device)
         return sedd.model(xt[rows, :width], sigma[rows], mask)
 
-    def log_score(xt, sigma):
-        may_leave_out = sedd.graph.absorb and xt.device.type == "cpu"
-        if len(groups) == 1 and not may_leave_out:
+    def log_score(xt, sigma, unmasked=None):
+        changes = None      # (B,) bool: whether a sequence may change
+        if unmasked is not None:
+            changes = unmasked.any(1)
+        elif sedd.graph.absorb and xt.device.type == "cpu":
+            changes = (xt == sedd.graph.mask_id).any(1)
+        if len(groups) == 1 and changes is None:
             return compute(xt, sigma, groups[0])
         dtype = torch.promote_types(next(sedd.model.parameters()).dtype, torch.float32)
         scores = torch.zeros(*xt.shape, sedd.graph.vocab_size, device=xt.device, dtype=dtype)
         for rows in groups:
-            if may_leave_out:
-                rows = rows[(xt[rows] == sedd.graph.mask_id).any(1)]
+            if changes is not None:
+                rows = rows[changes[rows]]
             if len(rows):
                 found = compute(xt, sigma, rows)
                 scores[rows.to(xt.device), :found.shape[1]] = found

@@ -132,8 +132,10 @@ class AbsorbingGraph(Graph):
 
     def staggered_score(self, score, step):
         step = _per_token(step, score).to(score.dtype)
-        lost = torch.expm1(step) * score.sum(-1, keepdim=True)
-        return score * step.exp() - lost * self.at_mask(score.device)
+        letters = score[..., :-1]
+        # Not e^step - (e^step - 1) (1 + sum): after long steps that rounds to 0 in float32.
+        mask = score[..., -1:] - torch.expm1(step) * letters.sum(-1, keepdim=True)
+        return torch.cat([letters * step.exp(), mask], -1)
 
     def score_entropy(self, log_score, sigma, xt, x0):
         # 0 where xt is not the mask. At a mask, r = p(x0)/p(mask) = 1/(e^sigma - 1): sum of s[y]
@@ -289,27 +291,15 @@ def sample(log_score_fn, graph, noise, shape, steps,   # noqa: PLR0913  (most ha
     is drawn evenly from them.
     Raises ValueError for bad arguments, RuntimeError if log_score_fn returned NaN.
     """
-    if predictor not in ("euler", "analytic"):
-        raise ValueError(f"predictor {predictor!r}; expected 'euler' or 'analytic'.")
-    if steps < 1:
-        raise ValueError(f"steps = {steps}; expected at least 1.")
     device = torch.device("cpu" if device is None else device)
     B = shape[0]
     V = graph.vocab_size
     held, held_tokens = _held_positions(graph, tuple(shape), fixed, mask, forbidden, device)
-    returned = torch.tensor([y < graph.n_tokens and y not in forbidden for y in range(V)],
-                            device=device)
-    if not returned.any() or not all(0 <= y < graph.n_tokens for y in forbidden):
-        raise ValueError(f"forbidden = {tuple(forbidden)}; expected some of 0 to "
-                         f"{graph.n_tokens - 1}.")
+    returned = _returned_tokens(graph, forbidden, device)
     # Before the last draw, forbidden tokens are allowed with the uniform graph only.
     allowed = returned | graph.at_mask(device) if graph.absorb else torch.ones_like(returned)
-
-    # The schedule is evaluated beforehand, in float64 on the CPU: differences of sigma are inexact
-    # in float32, and reading a number from the device in each step would stall it.
-    sigma, dsigma = noise(torch.linspace(1, eps, steps + 1, dtype=torch.float64))
-    step_sigma = torch.cat([sigma[:-1] - sigma[1:], sigma[-1:]])
-    sigma, dsigma, step_sigma = (s.float().to(device) for s in (sigma, dsigma, step_sigma))
+    schedule = _steps_of(noise, steps, predictor, eps)
+    sigma, dsigma, step_sigma = (s.float().to(device) for s in schedule)
 
     xt = torch.where(held, held_tokens, graph.sample_limit(shape, generator, device))
     found_nan = torch.zeros((), dtype=torch.bool, device=device)
@@ -333,9 +323,56 @@ def sample(log_score_fn, graph, noise, shape, steps,   # noqa: PLR0913  (most ha
         xt = torch.where(held, held_tokens, _draw(p, generator))
         if on_step is not None:
             on_step(i, xt)
-    if found_nan:
-        raise RuntimeError("log_score_fn returned NaN at residues to be sampled; are the weights "
-                           "finite?")
+    _refuse_nan(found_nan)
+    return xt
+
+
+@torch.no_grad()
+def sample_scheduled(log_score_fn, graph, noise, shape, steps,   # noqa: PLR0913  (as of sample)
+                     predictor="analytic", fixed=None, forbidden=(), mask=None, generator=None,
+                     device=None, eps=1e-5, on_step=None):
+    """Draw tokens as `sample` does, for a network whose scores of all letters at a mask sum to
+    1/(e^sigma - 1), such as a SEDD with the parameterization "subs", by fewer of its passes.
+
+    The sum alone decides how likely a residue is unmasked in a step. So it is drawn first, for each
+    residue, in which step that happens; in the others the network is not asked. The distribution is
+    that of `sample`. Source: Zheng et al. 2024, arXiv 2409.02908, who take the time as continuous.
+
+    log_score_fn: (xt, sigma, unmasked) -> log_score (B, L, V), of which only the values at
+                  unmasked, (B, L) bool on the CPU, are used.
+    graph:        the absorbing one.
+    forbidden:    tokens never drawn; their scores have to be 0 (log scores -inf).
+    The rest: as for `sample`. on_step is called after steps without a pass, too.
+    """
+    if not graph.absorb:
+        raise ValueError("found the uniform graph; expected the absorbing one.")
+    device = torch.device("cpu" if device is None else device)
+    B = shape[0]
+    held, held_tokens = _held_positions(graph, tuple(shape), fixed, mask, forbidden, device)
+    returned = _returned_tokens(graph, forbidden, device)
+    schedule = _steps_of(noise, steps, predictor, eps)
+    sigma = schedule[0].float().to(device)
+    still_masked = (1 - _unmasked_shares(schedule, predictor, eps)).cumprod(0)
+    source = generator.device if generator is not None else device
+    u = torch.rand(shape, generator=generator, device=source).cpu().double()
+    step_of = torch.searchsorted(-still_masked, -u)     # the first with still_masked <= u
+    step_of[held.cpu()] = -1
+
+    xt = torch.where(held, held_tokens, graph.sample_limit(shape, generator, device))
+    found_nan = torch.zeros((), dtype=torch.bool, device=device)
+    for i in range(steps + 1):
+        unmasked = step_of == i
+        if unmasked.any():
+            log_score = log_score_fn(xt, sigma[i].expand(B), unmasked)
+            rows, places = unmasked.nonzero().to(device).unbind(1)
+            log_score = _at_least_float32(log_score[rows, places])              # (n, V)
+            found_nan |= log_score.isnan().any()
+            p = torch.softmax(log_score.masked_fill(~returned, -math.inf), -1)
+            p = torch.where(p.isnan(), returned.to(p.dtype), p)     # all scores 0: evenly
+            xt = xt.index_put((rows, places), _draw(p, generator))
+        if on_step is not None:
+            on_step(i, xt)
+    _refuse_nan(found_nan)
     return xt
 
 
@@ -348,6 +385,46 @@ def _draw(p, generator):
     u = torch.rand(p.shape, generator=generator, device=source).to(p.device)
     waiting = -torch.log(u).clamp(max=-1e-10)   # > 0 even if a device's log rounds u near 1 to 0
     return torch.where(p > 0, p / waiting, -1.0).argmax(-1)
+
+
+def _steps_of(noise, steps, predictor, eps):
+    """(sigma, dsigma, decrease of sigma) of each draw, (steps + 1,) float64 on the CPU."""
+    if predictor not in ("euler", "analytic"):
+        raise ValueError(f"predictor {predictor!r}; expected 'euler' or 'analytic'.")
+    if steps < 1:
+        raise ValueError(f"steps = {steps}; expected at least 1.")
+    # Beforehand and in float64: differences of sigma are inexact in float32, and reading a number
+    # from the device in each step would stall it.
+    sigma, dsigma = noise(torch.linspace(1, eps, steps + 1, dtype=torch.float64))
+    return sigma, dsigma, torch.cat([sigma[:-1] - sigma[1:], sigma[-1:]])
+
+
+def _unmasked_shares(schedule, predictor, eps):
+    """Probability that a residue that is still masked is unmasked in each draw, (steps + 1,)
+    float64, if its scores sum to 1/(e^sigma - 1). schedule: of _steps_of."""
+    sigma, dsigma, step_sigma = schedule
+    shares = torch.expm1(step_sigma) / torch.expm1(sigma)
+    if predictor == "euler":
+        steps = len(sigma) - 1
+        shares = ((1 - eps) / steps * dsigma / torch.expm1(sigma)).clamp(max=1)
+    shares[-1] = 1
+    return shares
+
+
+def _returned_tokens(graph, forbidden, device):
+    """(V,) bool: which tokens may be returned. ValueError if there is none."""
+    returned = torch.tensor([y < graph.n_tokens and y not in forbidden
+                             for y in range(graph.vocab_size)], device=device)
+    if not returned.any() or not all(0 <= y < graph.n_tokens for y in forbidden):
+        raise ValueError(f"forbidden = {tuple(forbidden)}; expected some of 0 to "
+                         f"{graph.n_tokens - 1}.")
+    return returned
+
+
+def _refuse_nan(found_nan):
+    if found_nan:
+        raise RuntimeError("log_score_fn returned NaN at residues to be sampled; are the weights "
+                           "finite?")
 
 
 def _held_positions(graph, shape, fixed, mask, forbidden, device):

@@ -6,7 +6,7 @@ import torch
 
 from sedd_cases import BOTH_GRAPHS, CASES, entries, near, seeded
 from sedd.diffusion import (AbsorbingGraph, independent_log_score, make_graph, make_noise, sample,
-                            score_entropy_loss, stratified_times)
+                            sample_scheduled, score_entropy_loss, stratified_times)
 
 FIXTURE_NOISE = {"loglinear": dict(eps=1e-3), "geometric": dict(sigma_min=1e-5, sigma_max=20.0)}
 PREDICTORS = pytest.mark.parametrize("predictor", ["euler", "analytic"])
@@ -315,6 +315,78 @@ def test_infilling_keeps_the_fixed_residues_in_every_step(graph_name, predictor)
                forbidden=(20,), generator=seeded(), on_step=lambda step, _: steps.append(step))
     assert torch.equal(x[where], tokens[where]) and (x[~where] < 20).all()
     assert steps == list(range(7))
+
+
+# ---- sampling whose steps of unmasking are drawn first ----
+
+@PREDICTORS
+def test_scheduled_sampling_with_the_exact_score_gives_the_joint_distribution(predictor):
+    graph = make_graph("absorb", 3)
+    B = 20_000
+    table = Table(graph)
+    x = sample_scheduled(lambda xt, sigma, _: table(xt, sigma), graph, make_noise("loglinear"),
+                         (B, 2), 200, predictor, generator=seeded())
+    found = (x[:, 0] * 3 + x[:, 1]).bincount(minlength=9) / B
+    assert (found - table.p0.flatten()).abs().sum() / 2 < 0.02
+
+
+@PREDICTORS
+@pytest.mark.parametrize("noise", [make_noise("cosine"), make_noise("geometric")],
+                         ids=["cosine", "geometric"])
+def test_both_samplers_unmask_as_many_residues_in_each_step(noise, predictor):
+    graph = AbsorbingGraph(4)
+    B = 20_000
+    masked = {}
+
+    def even(xt, sigma, _=None):    # 4 equal scores, which sum to 1 / (e^sigma - 1)
+        log_score = -torch.log(4 * torch.expm1(sigma))
+        return log_score[:, None, None].repeat(1, 1, 5).scatter(-1, xt[..., None], 0.0)
+
+    for sampler in (sample, sample_scheduled):
+        shares = []
+        sampler(even, graph, noise, (B, 1), 6, predictor, generator=seeded(),
+                on_step=lambda step, xt: shares.append(float((xt == 4).double().mean())))
+        masked[sampler] = torch.tensor(shares)
+    assert len(masked[sample]) == 7
+    # 5 standard errors of a difference of two shares
+    assert (masked[sample] - masked[sample_scheduled]).abs().max() < 5 * (0.5 / B) ** 0.5
+
+
+def test_scheduled_sampling_asks_the_network_only_when_a_residue_is_unmasked():
+    graph = AbsorbingGraph(4)
+    asked = []
+
+    def even(xt, sigma, unmasked):
+        assert (xt[unmasked] == graph.mask_id).all()
+        asked.append(int(unmasked.sum()))
+        return torch.zeros(*xt.shape, 5)
+
+    sample_scheduled(even, graph, make_noise("loglinear"), (2, 3), 200, generator=seeded())
+    assert min(asked) > 0
+    assert sum(asked) == 2 * 3
+
+
+def test_scheduled_sampling_keeps_the_fixed_residues():
+    graph = AbsorbingGraph(21)
+    tokens = torch.randint(20, (8, 20), generator=seeded(1))
+    where = torch.rand(8, 20, generator=seeded(2)) < 0.4
+    real = torch.arange(20) < torch.full((8, 1), 15)
+    x = sample_scheduled(lambda xt, *_: torch.zeros(8, 20, 22), graph, make_noise("cosine"),
+                         (8, 20), 6, fixed=(tokens, where), forbidden=(20, 3), mask=real,
+                         generator=seeded())
+    assert torch.equal(x[where], tokens[where])
+    drawn = x[real & ~where]
+    assert ((drawn < 20) & (drawn != 3)).all()
+    assert (x[~real & ~where] == 20).all()
+
+
+@pytest.mark.parametrize("graph, value, error, match", [
+    (make_graph("uniform", 4), 0.0, ValueError, "uniform graph"),
+    (AbsorbingGraph(4), math.nan, RuntimeError, "NaN")], ids=["uniform", "nan"])
+def test_scheduled_sampling_refuses(graph, value, error, match):
+    with pytest.raises(error, match=match):
+        sample_scheduled(lambda xt, *_: torch.full((2, 3, 5), value), graph,
+                         make_noise("loglinear"), (2, 3), 2)
 
 
 def test_what_cannot_be_made_or_sampled_is_refused():

@@ -83,6 +83,21 @@ def test_scores_in_groups_are_those_of_the_model_at_masks(graph, tmp_path, monke
     torch.testing.assert_close(found[asked], expected[asked], rtol=1e-4, atol=1e-4)
 
 
+def test_sequences_in_which_nothing_is_unmasked_take_no_pass(tmp_path):
+    sedd = load_sedd(write_checkpoint(tmp_path / "best.pt", "absorb"))
+    xt = torch.full((3, 12), sedd.graph.mask_id)
+    unmasked = torch.zeros(3, 12, dtype=torch.bool)
+    unmasked[1, 4] = True
+    seen = []
+    with torch.no_grad():
+        handle = sedd.model.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+        found = in_groups(sedd, np.array([12, 12, 12]))(xt, torch.ones(3), unmasked)
+        handle.remove()
+        expected = sedd.model(xt, torch.ones(3))
+    assert [len(rows) for rows in seen] == [1]
+    torch.testing.assert_close(found[unmasked], expected[unmasked], rtol=1e-4, atol=1e-4)
+
+
 def test_a_scaffold_keeps_letters_and_draws_each_length_in_its_range():
     found = [re.fullmatch("MKT(_{2,4})GSH___W_?", text)[1]
              for text in scaffold_templates("mkt[2-4]GSH[3]W[0-1]", 60, seed=1)]
