@@ -1,11 +1,13 @@
 """Drawing sequences by SEDD and ProteinMPNN, and plain transcriptions of the published samplers.
 
-    python -m bench sample                                   # both, takes about 20 minutes
+    python -m bench sample                                   # takes hours: 128 steps of SEDD
     python -m bench sample --models mpnn --batch 1 8 --lengths 100
 
 The plain samplers are written from the published mathematics, in the style of the published code,
 in float32. SEDD (Lou, Meng, Ermon 2024, arXiv 2310.16834): all sequences of a batch padded to the
-longest; in each step the network on all positions, scores of all tokens, the analytic step.
+longest; in each step the network on all positions, scores of all tokens, the analytic step. As
+all steps are equal, a few are timed. "SEDD subs" has the parameterization of masked diffusion, with
+which ours asks the network only when a residue is unmasked; plain is the same.
 ProteinMPNN (Dauparas et al. 2022, Science 378, 49): the structure copied for each design; then one
 residue at a time, for which concatenated inputs are gathered. Ours are `sample_sequences` of
 sample_sedd.py, and `graph`, `encode` and `sample` of mpnn/model.py. Random weights of usual sizes
@@ -35,7 +37,8 @@ from sedd.model import SEDD
 from sedd.sequences import N_TOKENS, X_ID
 from sedd.weights import Sedd
 
-MODELS = ("sedd", "mpnn")
+TITLES = {"sedd": "SEDD", "subs": "SEDD subs", "mpnn": "ProteinMPNN"}
+PLAIN_STEPS = 8             # steps of the plain SEDD that are timed, at most
 TEMPERATURE = 0.1           # of ProteinMPNN, as is usual
 LAST_TIME = 1e-5            # where the steps of SEDD end, as published
 
@@ -55,37 +58,33 @@ def bench_sample(args, ddp):
         for model in args.models:
             for length in args.lengths:
                 for batch in args.batch:
-                    for title, samplers in cases_of(model, length, batch, args, folder, ddp):
-                        print_rows(title, samplers, batch, args.repeats, ddp)
-        if "sedd" in args.models:
-            for batch in args.batch:
-                if batch > 1:
-                    samplers = sedd_samplers(mixed_lengths(max(args.lengths), batch), args, ddp)
-                    title = f"SEDD, mixed to {max(args.lengths)}, batch {batch}"
+                    title = f"{TITLES[model]}, {length} residues, batch {batch}"
+                    if model == "mpnn":
+                        samplers = mpnn_samplers(Path(folder), length, batch, ddp)
+                    else:
+                        samplers = sedd_samplers(model, [length] * batch, args, ddp)
                     print_rows(title, samplers, batch, args.repeats, ddp)
-
-
-def cases_of(model, length, batch, args, folder, ddp):
-    """[(title, samplers)] of a model: see print_rows."""
-    if model == "sedd":
-        return [(f"SEDD, {length} residues, batch {batch}",
-                 sedd_samplers([length] * batch, args, ddp))]
-    path = Path(folder, f"{length}.pdb")
-    write_demo_pdb(path, length)
-    return [(f"ProteinMPNN, {length} residues, batch {batch}", mpnn_samplers(path, batch, ddp))]
+        for model in args.models:
+            for batch in args.batch:
+                if batch > 1 and model != "mpnn":
+                    lengths = mixed_lengths(max(args.lengths), batch)
+                    samplers = sedd_samplers(model, lengths, args, ddp)
+                    title = f"{TITLES[model]}, mixed to {max(args.lengths)}, batch {batch}"
+                    print_rows(title, samplers, batch, args.repeats, ddp)
 
 
 def print_rows(title, samplers, batch, repeats, ddp):
     """Print a row of the table for each sampler but the first, which is plain.
 
-    samplers: {name: function ()}, which draws `batch` designs."""
+    samplers: {name: function ()}, which draws `batch` designs and returns what part of the work on
+    them it has done."""
     times = {name: [] for name in samplers}
     for turn in range(1 + repeats):      # the first one warms up
         say(f"{title}: {f'turn {turn} of {repeats}' if turn else 'warm-up'}")
         for name, draw in samplers.items():
             start = now(ddp)
-            draw()
-            times[name].append((now(ddp) - start) / batch)
+            part_done = draw()
+            times[name].append((now(ddp) - start) / batch / part_done)
     plain, *ours = [(name, found[1:]) for name, found in times.items()]
     for name, found in ours:
         ratios = [a / b for a, b in zip(plain[1], found)]
@@ -101,28 +100,34 @@ def mixed_lengths(longest, batch):
 
 # ---- SEDD ----
 
-def sedd_samplers(lengths, args, ddp):
-    """{name: function ()} that draws a protein of each length."""
-    sedd_ours = random_sedd(ddp.device)
+def sedd_samplers(model, lengths, args, ddp):
+    """{name: function ()} that draws a protein of each length: see print_rows. model: "sedd" or
+    "subs"."""
+    sedd_ours = random_sedd(ddp.device, model)
     templates = [FREE * length for length in lengths]
+    timed = min(args.steps, PLAIN_STEPS)
+
+    def plain():
+        plain_sedd_sample(sedd_ours.model, sedd_ours.noise, len(lengths), max(lengths), timed)
+        return (timed + 1) / (args.steps + 1)
 
     def ours(dtype):
-        return sample_sequences(sedd_ours, templates, args.steps, dtype=dtype, ddp=ddp,
-                                tokens=max(16384, max(lengths)))
+        sample_sequences(sedd_ours, templates, args.steps, dtype=dtype, ddp=ddp,
+                         tokens=max(16384, max(lengths)))
+        return 1
 
-    samplers = {"plain": lambda: plain_sedd_sample(sedd_ours.model, sedd_ours.noise, len(lengths),
-                                                   max(lengths), args.steps),
-                "float32": lambda: ours(torch.float32)}
+    samplers = {"plain": plain, "float32": lambda: ours(torch.float32)}
     if computes_in_bfloat16(ddp.device):
         samplers["bfloat16"] = lambda: ours(torch.bfloat16)
     return samplers
 
 
-def random_sedd(device):
+def random_sedd(device, parameterization="sedd"):
     """A Sedd of random weights, all of which matter, with the network of `bench sedd`."""
     graph = AbsorbingGraph(N_TOKENS)
     torch.manual_seed(0)
-    model = SEDD(graph.vocab_size, **NETWORK, forbidden=(X_ID,)).eval()
+    model = SEDD(graph.vocab_size, **NETWORK, forbidden=(X_ID,),
+                 parameterization=parameterization).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.05 * torch.randn(parameter.shape)
@@ -169,8 +174,10 @@ def plain_draw(probs, generator):
 
 # ---- ProteinMPNN ----
 
-def mpnn_samplers(path, batch, ddp):
-    """{name: function ()} that draws `batch` designs of a structure."""
+def mpnn_samplers(folder, length, batch, ddp):
+    """{name: function ()} that draws `batch` designs of a structure: see print_rows."""
+    path = folder / f"{length}.pdb"
+    write_demo_pdb(path, length)
     model = random_proteinmpnn(0).eval()
     mpnn.fast_cpu.speed_up(model)
     model = model.to(ddp.device)
@@ -186,11 +193,13 @@ def mpnn_samplers(path, batch, ddp):
 
     def plain():
         copies = {name: x.expand(batch, *x.shape[1:]) for name, x in tensors.items()}
-        return plain_mpnn_sample(model, copies, orders(), TEMPERATURE)
+        plain_mpnn_sample(model, copies, orders(), TEMPERATURE)
+        return 1
 
     def ours():
         encoding = model.encode(model.graph(**tensors))
-        return model.sample(encoding, S, everywhere, orders(), TEMPERATURE)
+        model.sample(encoding, S, everywhere, orders(), TEMPERATURE)
+        return 1
 
     return {"plain": plain, "float32": ours}
 
@@ -249,17 +258,17 @@ def plain_mpnn_sample(model, tensors, order, temperature, noise=None):
 def main(argv):
     parser = CommandParser(prog="python -m bench sample", allow_abbrev=False,
                            description=__doc__.split("\n")[0])
-    parser.add_argument("--models", default=",".join(MODELS), help="some of %(default)s")
+    parser.add_argument("--models", default=",".join(TITLES), help="some of %(default)s")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32],
                         help="designs drawn side by side; default 1 8 32")
     parser.add_argument("--lengths", type=int, nargs="+", default=[100, 400],
                         help="residues; default 100 400")
-    parser.add_argument("--steps", type=int, default=8, help="of SEDD; default 8")
+    parser.add_argument("--steps", type=int, default=128, help="of SEDD; default 128")
     parser.add_argument("--repeats", type=int, default=3)
     args = read_options(parser, argv)
     args.models = args.models.split(",")
-    if not set(args.models) <= set(MODELS):
-        parser.error(f"--models: found {', '.join(args.models)}; expected {', '.join(MODELS)}")
+    if not set(args.models) <= set(TITLES):
+        parser.error(f"--models: found {', '.join(args.models)}; expected {', '.join(TITLES)}")
     if min(args.batch + args.lengths) < 1:
         parser.error(f"--batch {args.batch}, --lengths {args.lengths}; expected numbers of at "
                      "least 1")

@@ -65,7 +65,11 @@ def test_a_row_is_printed_for_each_model_length_and_batch(monkeypatch, capsys):
     sample.main(["--batch", "1", "2", "--lengths", "20", "--steps=2", "--repeats=1"])
     out = capsys.readouterr().out
     found = re.findall(r"^(\w.*?) +[\d.]+ +[\d.]+ +[\d.]+x", out, re.M)
-    sedd = [f"SEDD, {what}, {dtype}" for what in (
-        "20 residues, batch 1", "20 residues, batch 2") for dtype in ("float32", "bfloat16")]
-    assert found == [*sedd, *(f"ProteinMPNN, 20 residues, batch {n}, float32" for n in (1, 2)),
-                     *(f"SEDD, mixed to 20, batch 2, {dtype}" for dtype in ("float32", "bfloat16"))]
+    cases = ("20 residues, batch 1", "20 residues, batch 2")
+    dtypes = ("float32", "bfloat16")
+    expected = [f"{model}, {case}, {dtype}"
+                for model in ("SEDD", "SEDD subs") for case in cases for dtype in dtypes]
+    expected += [f"ProteinMPNN, {case}, float32" for case in cases]
+    expected += [f"{model}, mixed to 20, batch 2, {dtype}"
+                 for model in ("SEDD", "SEDD subs") for dtype in dtypes]
+    assert found == expected
