@@ -382,7 +382,7 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
     kind = KINDS[config.model.kind]
     loaded = kind.load(config, ddp)
     data = loaded.data
-    base_hash = hash_of(loaded.model.state_dict())
+    base_hash = hash_of(loaded.model.state_dict(), loaded.settings)
     dtype, precision = choose_precision(config, ddp)
     check_alike({"pairs (hash)": data.fingerprint["hash"], "base weights (hash)": base_hash}, ddp)
     loaded = loaded._replace(model=loaded.model.to(ddp.device))
@@ -393,9 +393,10 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
     check_data(former, "pairs", data.fingerprint, anew)
     micro_batches = count_micro_batches(former, config, ddp)
     if former.state is not None and former.state["base"] != base_hash:
-        raise ValueError(f"{former.path} was trained from other base weights (hash "
-                         f"{former.state['base']}; {loaded.base}: {base_hash}). Give the same, "
-                         "another --work_dir, or --fresh.")
+        raise ValueError(f"{former.path} was trained from other base weights, or from "
+                         f"a base with other settings (hash {former.state['base']}; "
+                         f"{loaded.base}: {base_hash}). Give the same, another --work_dir, or "
+                         "--fresh.")
     plan = PairPlan(data.train, training.seed, micro_batches, training.batch_size)
     batch = micro_batches * training.batch_size
     lr_batch = min(batch, len(data.train))   # a small file does not fill the global batch
@@ -536,7 +537,8 @@ def describe_plan(config, ranks):
     numbers, head = plan_head(config.optim, ranks, "pairs")
     table, _ = plan_table(config, numbers, config.training.batch_size,
                           f"{'effective batch (pairs)':>26}")
-    return "\n".join([head, *table, "With fewer training pairs than that, the batch is all pairs."])
+    return "\n".join([head, *table, "With fewer training pairs than that, the batch is all pairs.",
+                      *KINDS[config.model.kind].plan_memory(config)])
 
 
 # ---------------------------------------------------------------- main

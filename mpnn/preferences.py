@@ -2,6 +2,7 @@
 functions for SEDD; train_dpo_ddp.py calls those of the kind that model.kind names.
 
     problems = check(config, without_data=False)
+    lines = plan_memory(config)                         # for --plan
     loaded = load(config, ddp)                          # pairs, and the model with base weights
     reference = make_reference(loaded, config, ddp)     # scores pairs by policy and reference
     batch = batch_maker(loaded.data.train, config, loaded)([3, 1, 4], epoch=0)
@@ -68,6 +69,11 @@ def check_scores(loss):
         problems.append(f"loss.reference is {loss.reference}, but loss.name {loss.name} uses no "
                         "reference; expected it left out, or another loss.name")
     return problems
+
+
+def plan_memory(config: Any) -> list[str]:
+    """Lines of --plan on the memory of a rank: none, as that of ProteinMPNN hardly matters."""
+    return []
 
 
 def load(config: Any, ddp: Any) -> Loaded:

@@ -414,11 +414,12 @@ def flops_per_position(model, length):
     return 6 * weights + 12 * len(model.blocks) * width * length
 
 
-def describe_memory(model, positions, in_float32, optimizer_bytes):
+def describe_memory(model, positions, in_float32, optimizer_bytes, copied="averages (EMA)"):
     """Lines about the memory that training takes on a rank.
 
     model: a SEDD, perhaps on the device "meta". positions: of the largest micro-batch, padded.
     in_float32: whether the blocks compute in float32, not 16 bits. optimizer_bytes: of its state.
+    copied: what a second copy of the weights is for.
     """
     n = sum(p.numel() for p in model.parameters())
     per_block = SAVED_BYTES["float32" if in_float32 else "16 bits"]
@@ -430,7 +431,7 @@ def describe_memory(model, positions, in_float32, optimizer_bytes):
     total = size(state + activations)
     return [f"memory of a rank, {n / 1e6:,.2f} million parameters: about {total}",
             f"  state {size(state)}: weights {size(4 * n)}, gradients {size(4 * n)}, optimizer "
-            f"{size(optimizer_bytes)}, averages (EMA) {size(4 * n)}",
+            f"{size(optimizer_bytes)}, {copied} {size(4 * n)}",
             f"  activations about {size(activations)}: an estimate, for micro-batches of up to "
             f"{positions:,} positions"]
 

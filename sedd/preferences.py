@@ -18,11 +18,13 @@ from ddp_setup import Ddp, all_sum, save_checkpoint
 from sedd.batches import to_device
 from sedd.bounds import PairBounds, margin_variance
 from sedd.designs import Designs
+from sedd.model import describe_memory
 from sedd.pairs import load_pairs
 from sedd.sequences import X_ID
 from sedd.weights import Sedd, load_sedd
 from training.log import show_progress
 from training.loop import eval_mode
+from training.optimizer import state_bytes
 from training.pair_files import try_all
 from training.pair_plan import eval_batches
 from training.preferences import (SUMS, Likelihoods, Loaded, PairValidation, metrics_of, pack,
@@ -58,21 +60,43 @@ def check(config: Any, without_data: bool) -> list[str]:
     return problems
 
 
+def plan_memory(config: Any) -> list[str]:
+    """Lines of --plan on the memory of a rank."""
+    if config.model.base is None:
+        return ["memory of a rank: not known without --base"]
+    try:
+        sedd = read_base(config.model.base)
+    except (ValueError, OSError) as error:      # training would refuse it, but the plan is right
+        return [f"memory of a rank: not known: {error}"]
+    sequences = config.training.batch_size * config.estimator.samples * 2
+    length = longest_of(sedd, config)
+    in_float32 = config.memory.mixed_precision in (False, "float32")
+    return [f"a micro-batch: up to {sequences:,} sequences for the network, of up to {length:,} "
+            "residues",
+            *describe_memory(sedd.model, sequences * length, in_float32,
+                             state_bytes(sedd.model, config.optim.name), "base weights")]
+
+
 def load(config: Any, ddp: Ddp) -> Loaded:
     """Pairs and base weights; `more` is a Sedd. Raises: ValueError with the problems of both."""
     sedd, _ = try_all(lambda: read_base(config.model.base), lambda: check_cache(config, ddp))
-    longest = min(sedd.max_length, config.data.max_length or sedd.max_length)
-    data = load_pairs(config.data, config.training.seed, longest, lambda: beat(ddp))
+    data = load_pairs(config.data, config.training.seed, longest_of(sedd, config),
+                      lambda: beat(ddp))
     check_lengths([*data.train, *(data.val or [])], config.loss.name)
     check_entropy(config.loss.diversity_lambda, sedd)
     name, *assumed = sedd.notes
     data = data._replace(description=[*(f"  {note}" for note in assumed), *data.description])
-    return Loaded(data, sedd.model, name, sedd)
+    return Loaded(data, sedd.model, name, sedd, settings_of(sedd))
 
 
 def options_anew(folder: Any) -> str:
     """Options that start a new run from the best weights of the run in a folder."""
     return f"--base {folder}/best_model.pt"
+
+
+def longest_of(sedd, config):
+    """The most residues that a sequence of a pair may have."""
+    return min(sedd.max_length, config.data.max_length or sedd.max_length)
 
 
 def read_base(path):
@@ -81,6 +105,12 @@ def read_base(path):
         return load_sedd(path)
     except ValueError as error:
         raise ValueError(f"base weights: {error}") from None
+
+
+def settings_of(sedd):
+    """Text of what decides the scores of a Sedd beside its weights: some settings change what equal
+    weights mean, some the noise, and the letters are those of the control variate."""
+    return json.dumps([sedd.config, sedd.letters.tolist()], sort_keys=True, default=str)
 
 
 def check_lengths(pairs, name):
@@ -225,9 +255,7 @@ class Reference:
             return self.compute_parts(pairs, what)
 
         estimator = self.config.estimator
-        # Of the settings of the base, some change what equal weights mean, some the noise.
-        base = json.dumps(self.sedd.config, sort_keys=True, default=str)
-        content = (CACHE_FORMAT, weights_hash, base, self.sedd.letters.tolist(),
+        content = (CACHE_FORMAT, weights_hash, settings_of(self.sedd),
                    self.config.training.seed, estimator.samples, estimator.share,
                    self.config.training.batch_size, self.ddp.device.type,
                    torch.__version__,   # other versions round differently: no log 2 at step 0

@@ -33,6 +33,7 @@ class Loaded(NamedTuple):
     model: Any      # with the base weights, on the CPU
     base: str       # text that describes these
     more: Any = None    # what else the kind of model needs
+    settings: str = ""  # what decides the scores of the base beside its weights
 
 
 class Likelihoods(NamedTuple):

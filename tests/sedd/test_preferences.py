@@ -14,8 +14,8 @@ from sedd.preferences import Validation, batch_maker, load, make_reference
 from sedd.sequences import AMINO_ACIDS, encode
 from sedd.weights import load_sedd
 from sedd_cases import NOISE, SIZES, write_checkpoint
-from train_dpo_ddp import (Config, MicroBatchDataset, check_config, micro_batch_loss, objective,
-                           prepare, train)
+from train_dpo_ddp import (Config, MicroBatchDataset, check_config, describe_plan,
+                           micro_batch_loss, objective, prepare, train)
 from training.config import load_config
 from training.finish import prepare_and_train
 from training.loop import MicroBatchSampler
@@ -112,6 +112,23 @@ def test_kept_scores_are_not_taken_for_a_base_of_equal_weights_and_other_setting
         reference = make_reference(loaded, config, Ddp())
         found, _ = reference.precompute(pairs, "hash", made / "kept", "pairs")
     torch.testing.assert_close(found, reference.compute_parts(pairs, "pairs"))
+
+
+def test_a_run_is_not_resumed_from_a_base_of_equal_weights_and_another_noise(made):
+    run(settings(made, training__n_iters=1), made / "run")
+    noise = {**NOISE, "eps": 2 * NOISE["eps"]}
+    write_checkpoint(made / "base.pt", config={
+        "model": SIZES, "graph": {"type": "absorb"}, "noise": noise, "data": {"max_length": 40}})
+    with pytest.raises(ValueError, match="a base with other settings"):
+        prepare(settings(made, training__n_iters=2), Ddp(), made / "run")
+
+
+@pytest.mark.parametrize("base, said", [
+    ("base.pt", "up to 24 sequences for the network, of up to 40 residues"),
+    ("null", "not known without --base"), ("none.pt", "not known: base weights: there is no")])
+def test_the_plan_says_what_memory_a_rank_takes(base, said, made):
+    base = base.replace("base.pt", f"{made}/base.pt")
+    assert said in describe_plan(settings(made, model__base=base), "1,2")
 
 
 def gradients_of(ddp, folder, by_definition=False):
