@@ -27,15 +27,16 @@ Mutations: a column mutation, such as A12V or A12V:G45D, and pdb_file, perhaps c
 (see mpnn/mutations.py); give --higher_is_better or --lower_is_better. Pairs of a structure are each
 variant against the wild type, whose score is --wild_type (0), and variants against one another: in
 each of --rounds rounds (2) all are shuffled, and neighbours paired. --against wild_type or mutants
-makes one of the two kinds. Of pairs that differ by at least --margin the --per_structure with the
-largest differences are kept. Only the positions at which the two differ are mutable_positions.
-Duplicates count once, with their mean. Lines without a score are left out; so are those that do not
-fit the structure, which are named. --hold_out 0.2 leaves out all mutations of about a fifth of the
-proteins, chosen by a hash of the mutated chain's sequence, and writes them to a table beside the
-pairs (pairs.json: pairs_held_out.csv), with which sample_proteinmpnn.py --mutations measures what
-training has gained on proteins that it did not see. Those with a relative in the pairs are named.
---ca_only reads CA atoms alone, for pairs on which a CA-only model is trained; a residue then needs
-no other atom.
+makes one of the two kinds. A wild type that is worse than nearly all variants is refused unless
+--wild_type says so: fitness often gives it 1. Of pairs that differ by at least --margin the
+--per_structure with the largest differences are kept. Only the positions at which the two differ
+are mutable_positions. Duplicates count once, with their mean. Lines without a score are left out;
+so are those that do not fit the structure, which are named. --hold_out 0.2 leaves out all mutations
+of about a fifth of the proteins, chosen by a hash of the mutated chain's sequence, and writes them
+to a table beside the pairs (pairs.json: pairs_held_out.csv), with which sample_proteinmpnn.py
+--mutations measures what training has gained on proteins that it did not see. Those with a relative
+in the pairs are named. --ca_only reads CA atoms alone, for pairs on which a CA-only model is
+trained; a residue then needs no other atom.
 
 For train_dpo_ddp.py with model.kind=sedd, which needs no structures: the table of mutations has a
 column sequence in place of pdb_file, the wild type, whose residues count from 1; or --sequences
@@ -64,7 +65,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ddp_setup import printing
-from mpnn.mutation_pairs import KINDS, Rules, mutated, pair_mutations
+from mpnn.mutation_pairs import KINDS, WILD_TYPE, Rules, mutated, pair_mutations
 from mpnn.mutations import (describe_skipped, find_relatives, hold_out, place_all,
                             place_on_sequences, read_mutations)
 from mpnn.settings import name_of, structure_files
@@ -80,6 +81,8 @@ MOST_ROUNDS = 1000
 # Options that only tables of mutations use
 FOR_MUTATIONS = ("against", "wild_type", "rounds", "hold_out", "ca_only", "sequences")
 FOR_RULES = ("against", "wild_type", "rounds")
+SELDOM = 0.05           # part of the pairs with the wild type: if it is preferred in fewer, its
+FEWEST_PAIRS = 10       # score is hardly what was assumed; of at least so many pairs
 
 
 class Place(NamedTuple):
@@ -303,7 +306,8 @@ def make_pairs(scores: dict, margin: float, most: int | None,
 
 
 def pairs_of_mutations(args):
-    """As pairs_of_designs, of a table of mutations; number of its variants; proteins held out."""
+    """As pairs_of_designs, of a table of mutations; number of its variants; proteins held out;
+    lines to print on the wild type."""
     table = read_mutations(args.table, args.score)
     proteins = proteins_of(table, args)
     held_out = []
@@ -317,6 +321,7 @@ def pairs_of_mutations(args):
     found = []
     counts = collections.Counter()
     n_variants = 0
+    wild_type_is = collections.Counter()    # better or worse than the other of its pair
     for protein in proteins:
         path = Path(protein.structure.name)
         if not table.has_sequences:
@@ -325,6 +330,8 @@ def pairs_of_mutations(args):
         means = mean_values(protein)
         n_variants += len(means)
         pairs = pair_mutations(means, rules, protein.complex.key)
+        wild_type_is["better"] += sum(pair.better == WILD_TYPE for pair in pairs)
+        wild_type_is["worse"] += sum(pair.worse == WILD_TYPE for pair in pairs)
         if args.per_structure is not None:
             pairs = pairs[:args.per_structure - counts[place.structure]]
         counts[place.structure] += len(pairs)
@@ -334,7 +341,28 @@ def pairs_of_mutations(args):
             wild_type = mutated(S, ())
             entries = [without_structure(entry, wild_type) for entry in entries]
         found.append((place, entries, [pair.difference for pair in pairs]))
-    return found, n_variants, held_out
+    notes = describe_wild_type(args, rules, wild_type_is)
+    return found, n_variants, held_out, notes
+
+
+def describe_wild_type(args, rules, wild_type_is):
+    """Lines on the pairs with the wild type. ValueError if it is worse than nearly all variants by
+    a score that was not given: these pairs would teach the opposite.
+
+    wild_type_is: {"better" or "worse": number of pairs}."""
+    total = wild_type_is.total()
+    if not total:
+        return []
+    better = wild_type_is["better"]
+    if args.wild_type is None and total >= FEWEST_PAIRS and better < SELDOM * total:
+        raise ValueError(
+            f"{args.table}: the wild type, whose score is taken as {rules.wild_type:g}, is worse "
+            f"than the mutant in {total - better:,} of {total:,} pairs; expected a score by which "
+            "it is better in some. Give the score that it has in this table (such as --wild_type "
+            "1 for many scores of fitness, or --wild_type 0 if this is right), --against mutants, "
+            "which needs none, or the other of --higher_is_better and --lower_is_better.")
+    return [f"wild type: score {rules.wild_type:g} (--wild_type), preferred in {better:,} of "
+            f"{total:,} pairs with it"]
 
 
 def proteins_of(table, args):
@@ -441,14 +469,14 @@ def make_entries(found, args):
 
 def make_all(args):
     """[(Place, entries, differences)] of the table, whatever its kind; number of sequences;
-    proteins held out."""
+    proteins held out; lines to print."""
     has_mutations = "mutation" in table_columns(read_table_text(args.table))
     check_kind(args, has_mutations)
     if has_mutations:
         return pairs_of_mutations(args)
     designs = read_folder(args) if args.designs else read_designs(args.table, args.score)
     n_sequences = sum(len(scores) for scores in designs.values())
-    return pairs_of_designs(designs, args), n_sequences, []
+    return pairs_of_designs(designs, args), n_sequences, [], []
 
 
 def check_kind(args, has_mutations):
@@ -520,7 +548,8 @@ def make_parser():
     add("--structures", nargs="+", metavar="PATH",
         help="with --designs: the files or folders that were designed")
     add("--against", choices=KINDS, help="of mutations: which pairs (default: both)")
-    add("--wild_type", type=float, metavar="VALUE", help="its score (default 0)")
+    add("--wild_type", type=float, metavar="VALUE",
+        help="its score: default 0, as of ddG; fitness often gives it 1")
     add("--rounds", type=int, help="how many others each mutant meets (default 2)")
     add("--hold_out", type=float, metavar="FRACTION",
         help="of proteins of a table of mutations that are left out, and written to a table")
@@ -536,7 +565,7 @@ def main(argv):
     try:
         args = make_parser().parse_args(argv)
         check_options(args)
-        found, n_sequences, held_out = make_all(args)
+        found, n_sequences, held_out, notes = make_all(args)
         check_output(args, found)
         entries, counts = make_entries(found, args)
         if args.pairs.suffix.lower() == ".jsonl":
@@ -548,7 +577,7 @@ def main(argv):
             write_text_atomic(held_out_file(args.pairs), of_held_out)
         write_text_atomic(args.pairs, text + "\n")
         with printing():
-            say_result(args, n_sequences, entries, counts)
+            say_result(args, n_sequences, entries, counts, notes)
             say_held_out(args, held_out)
         return 0
     except (ValueError, OSError) as error:
@@ -564,8 +593,8 @@ def say_held_out(args, held_out):
               f"to {held_out_file(args.pairs)}")
 
 
-def say_result(args, n_sequences, entries, counts):
-    """Print what was written: pairs per structure, weights, totals."""
+def say_result(args, n_sequences, entries, counts, notes):
+    """Print what was written: pairs per structure, weights, totals. notes: further lines."""
     for structure, n in counts.items():
         print(f"{n:>6}  {os.path.relpath(structure)}")
     if args.weights:
@@ -573,8 +602,11 @@ def say_result(args, n_sequences, entries, counts):
         print(f"weights {min(weights):g} to {max(weights):g}, median "
               f"{statistics.median(weights):g}")
     print(f"preferred: the {'lower' if args.lower_is_better else 'higher'} score")
+    for note in notes:
+        print(note)
     n_used = sum(n > 0 for n in counts.values())
-    print(f"{len(entries):,} pairs on {n_used:,} of {len(counts):,} structure(s), from "
+    things = "protein(s)" if "group" in entries[0] else "structure(s)"
+    print(f"{len(entries):,} pairs on {n_used:,} of {len(counts):,} {things}, from "
           f"{n_sequences:,} sequences, written to {args.pairs}")
 
 

@@ -1,4 +1,4 @@
-"""Fine-tune ProteinMPNN by DPO (direct preference optimisation) on structures and preference pairs.
+"""Fine-tune ProteinMPNN, or SEDD, by DPO (direct preference optimisation) on preference pairs.
 
     python train_dpo_ddp.py --config configs/dpo_demo.yaml                       # needs no file
     mpirun -n 4 python train_dpo_ddp.py --train_data pairs.json --base_model_name v_48_020
@@ -6,11 +6,12 @@
     python train_dpo_ddp.py --config configs/dpo.yaml --plan 1,2,4,8             # what scaling does
 
 Reads preference pairs and their structures (mpnn/pairs.py), published weights, and optionally
-a YAML config (all keys and defaults are below and in training/config.py). Writes into the run
-folder (--output_dir, default runs/CONFIG_NAME): best_model.pt and latest_model.pt, which other
-ProteinMPNN tools read; metrics.jsonl, config.yaml, status.json; reference/KEY.pt (log-probabilities
-under the base weights); designs/step_N.fasta (sequences drawn at each evaluation);
-checkpoints/last.pt to resume from (the checkpoint before it: last-1.pt); and at the end curves.png.
+a YAML config (all keys and defaults are below and in training/config.py); with model.kind sedd,
+pairs of sequences and weights of SEDD instead (docs/dpo_sedd.md). Writes into the run folder
+(--output_dir, default runs/CONFIG_NAME): best_model.pt and latest_model.pt, which other
+ProteinMPNN tools (of SEDD: sample_sedd.py) read; metrics.jsonl, config.yaml, status.json;
+reference/KEY.pt (log-probabilities under the base weights); designs/step_N.fasta (sequences drawn
+at each evaluation); checkpoints/last.pt to resume from (the checkpoint before it: last-1.pt); and at the end curves.png.
 The same command again resumes the run. SIGTERM, SIGUSR1, Ctrl-C, the time DDP_DEADLINE or a file
 STOP in the run folder make the run save and exit with code 75.
 
@@ -576,12 +577,23 @@ def read_arguments(argv):
             setattr(options, name, " ".join(word for word in words if "=" not in word))
     given = {key: getattr(options, flag) for flag, key in FLAGS.items()}
     config = load_config(Config, options.config, options.overrides, given)
+    check_flags(options, config.model.kind)
     if options.num_epochs is not None and config.training.n_iters is not None:
         raise ValueError(f"command line: --num_epochs {options.num_epochs} with training.n_iters "
                          f"{config.training.n_iters}; expected one of the two "
                          "(training.n_iters=null removes it).")
     check_config(config, without_data=options.plan is not None)
     return options, config
+
+
+def check_flags(options, kind):
+    """ValueError for flags of the other kind of model, even if they give the default."""
+    for other, module in KINDS.items():
+        for flag, key in FLAGS.items():
+            if getattr(options, flag) is not None and other != kind and key in module.OWN_KEYS:
+                raise ValueError(f"command line: --{flag} is for model.kind {other}, and "
+                                 f"model.kind is {kind}; expected it left out, or that kind. Base "
+                                 "weights: --base (sedd), --base_model_name (proteinmpnn).")
 
 
 def main(argv=None):

@@ -32,6 +32,7 @@ OPTIONAL = ("pdb_file", "chain", "context", "sequence")
 LARGEST = 1e100         # measured value, so that sums of squares stay finite
 WORD = 4                # letters; unrelated proteins of usual lengths share few words of four
 ALIKE = 0.3             # fraction of its words that a protein shares with a relative
+SHOWN = 8               # letters of a sequence that stand for its name
 
 
 class Mutation(NamedTuple):
@@ -146,7 +147,7 @@ def place_all(table: MutationTable, structure: str | Path | None = None, chain: 
             continue
         shown = variants[0].cells.get("pdb_file", str(path))
         protein = Protein(shown, structures[path], complex, [], [])
-        place(protein, variants, skipped)
+        place(protein, variants, f"chain {protein.chain} of {shown}", skipped)
         if protein.variants:
             proteins.append(protein)
     check_placed(table, proteins, skipped, problems, "structure")
@@ -171,9 +172,10 @@ def place_on_sequences(table: MutationTable) -> tuple[list[Protein], list]:
         numbers = tuple(str(i + 1) for i in range(len(letters)))
         chain = Chain(letters, np.zeros((len(letters), 4, 3), np.float32),
                       np.ones(len(letters), bool), numbers)
-        structure = Structure(f"protein {number}", {"A": chain})
+        beginning = text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+        structure = Structure(f"protein {number} ({beginning})", {"A": chain})
         protein = Protein(structure.name, structure, Complex(structure, ["A"]), [], [])
-        place(protein, variants, skipped)
+        place(protein, variants, structure.name, skipped)
         if protein.variants:
             proteins.append(protein)
     check_placed(table, proteins, skipped, problems, "sequence")
@@ -249,8 +251,9 @@ def describe_skipped(table: MutationTable, skipped: list[str]) -> str:
     """A text on the variants that place_all has left out; "" if there are none."""
     if not skipped:
         return ""
+    what = "sequence" if table.has_sequences else "structure"
     lines = [f"{table.path}: {len(skipped):,} of {len(table.variants):,} variants do not fit their "
-             "structure and are left out:", *skipped[:MAX_LISTED]]
+             f"{what} and are left out:", *skipped[:MAX_LISTED]]
     if len(skipped) > MAX_LISTED:
         lines.append(f"and {len(skipped) - MAX_LISTED:,} more")
     return "\n  ".join(lines)
@@ -363,16 +366,17 @@ def choose_complex(structure, name, context):
     return Complex(structure, [name], context)
 
 
-def place(protein, variants, skipped):
-    """Add the variants that fit to the protein; texts about the others to `skipped`."""
+def place(protein, variants, where, skipped):
+    """Add the variants that fit to the protein; texts about the others to `skipped`.
+
+    where: text that names what they do not fit."""
     chain = protein.structure.chains[protein.chain]
     for variant in variants:
         try:
             changes = find_residues(variant.mutations, chain)
         except ValueError as error:
             text = ":".join(map(str, variant.mutations))
-            skipped.append(f"line {variant.line}: {text}: in chain {protein.chain} of "
-                           f"{protein.name} {error}")
+            skipped.append(f"line {variant.line}: {text}: in {where} {error}")
             continue
         protein.variants.append(variant)
         protein.changes.append(changes)

@@ -211,6 +211,9 @@ def _check_keys(entry):
     if "num_of_chains" in entry:
         raise ValueError("a structure, as in parsed_pdbs.jsonl of the published tool; expected "
                          "preference pairs, which name PDB or mmCIF files")
+    if "pdb_file" not in entry and "preferred_seq" in entry:
+        raise ValueError("a pair without a structure (pdb_file); expected one, or, for SEDD, "
+                         "model.kind=sedd (configs/dpo_sedd.yaml)")
     for key in sorted(entry.keys() - {*REQUIRED, *OPTIONAL}):
         raise ValueError(f"unknown key {key}; known are {' '.join(REQUIRED + OPTIONAL)}")
     for key in REQUIRED:

@@ -140,8 +140,9 @@ def read_letters(entry, key, longest):
     if (letters == X_ID).all():
         raise ValueError(f"{key} has unknown residues alone; expected some of the 20 amino acids")
     if len(letters) > longest:
-        raise ValueError(f"{key} has {len(letters):,} residues; expected at most {longest:,}, as "
-                         "the base was trained on no longer ones, or data.max_length says so")
+        raise ValueError(f"{key} has {len(letters):,} residues; expected at most {longest:,}: as "
+                         "many as the base was trained on, or data.max_length if that is less. "
+                         "Leave the pair out")
     return letters
 
 

@@ -155,6 +155,9 @@ def read_weights(path):
         raise ValueError(f"{path} is no file; expected a file of weights or an exported folder.")
     state = read_file(path)
     check_tensors(path, state)
+    if "sums" in state and "base" in state:
+        raise ValueError(f"{path} is a checkpoint from which train_dpo_ddp.py resumes; expected "
+                         "best_model.pt or latest_model.pt of its run folder.")
     if "config" in state:
         return state, state
     return state, published_config(path, state)
@@ -257,8 +260,8 @@ def read_file(path):
     if not isinstance(weights, dict) or not {embedding, f"module.{embedding}"} & weights.keys():
         other = ""
         if is_proteinmpnn(state):
-            other = (" It holds a ProteinMPNN, which train_dpo_ddp.py and sample_proteinmpnn.py "
-                     "take.")
+            other = (" It holds a ProteinMPNN, which sample_proteinmpnn.py takes, and "
+                     "train_dpo_ddp.py with model.kind=proteinmpnn (configs/dpo.yaml).")
         raise ValueError(f"{path} holds no SEDD model, as it has no {embedding}. Expected a "
                          "checkpoint of train_sedd_ddp.py, an exported folder, or the published "
                          f"layout.{other}")

@@ -15,7 +15,7 @@ from training.log import read_rows
 # (title, unit of the vertical axis, {key of metrics.jsonl: line style}). Style "~" is for noisy
 # curves: pale, with a running mean. Style "level..." is for constants: a horizontal line.
 PANELS = (
-    ("loss", "nats (SEDD: per residue)",
+    ("loss", "nats (pretraining: per residue)",
      {"loss": "~", "val/loss": "o-", "val/unigram": "level:", "val/exact": "level--"}),
     ("rewards", "nats", {"val/rewards/chosen": "-", "val/rewards/rejected": "--"}),
     ("accuracy", "share of pairs", {"rewards/accuracies": "~", "val/rewards/accuracies": "o-"}),
@@ -25,8 +25,8 @@ PANELS = (
     ("designs", "share of residues",
      {"val/design_recovery": "o-", "val/design_diversity": "s--", "val/design_shift": "^:"}),
     ("learning rate", "", {"lr": "-"}),
-    ("throughput", "residues or pairs per second",
-     {"residues_per_second": "-", "pairs_per_second": "--"}),
+    ("throughput", "residues per second", {"residues_per_second": "-"}),
+    ("pairs", "pairs per second", {"pairs_per_second": "-"}),
     ("norm of the gradient", "", {"grad_norm": "~"}))
 MOST_DRAWN = 1e100    # no loss, norm or rate is larger; sums of such values stay finite
 SMOOTHED = 200    # a curve of more points is drawn as means over neighbouring points
@@ -55,7 +55,7 @@ def draw(runs, path) -> None:
     for (title, unit, styles), axis in zip(panels, axes.flat):
         _draw_panel(axis, styles, list(runs.values()), colors)
         axis.set(title=title, xlabel="step", ylabel=unit)
-        if title in ("learning rate", "throughput"):
+        if title in ("learning rate", "throughput", "pairs"):
             axis.set_ylim(bottom=0)
     if len(runs) > 1:
         _name_runs(figure, runs, colors, columns)

@@ -34,13 +34,26 @@ def read_rows(path: Path, required: Sequence[str],
         found = [(rows.line_num, row) for row in rows]
     except csv.Error as error:
         raise ValueError(f"{path} is no table: {error}; expected CSV in UTF-8.") from None
-    times = collections.Counter(rows.fieldnames)
-    wrong = [name for name in required if times[name] != 1]
-    wrong += [name for name in optional if times[name] > 1]
-    if wrong:
-        raise ValueError(f"{path} has no column {', '.join(wrong)}, or two; expected each of "
-                         f"{', '.join(required)} once in line 1, separated by commas or tabs.")
+    check_columns(path, rows.fieldnames or [], required, optional)
     return found
+
+
+def check_columns(path, columns, required, optional):
+    """ValueError for columns that a table lacks, or has twice."""
+    if len(columns) == 1 and ";" in columns[0]:
+        raise ValueError(f"{path}: line 1 is separated by semicolons; expected commas or tabs, and "
+                         "numbers with a decimal point. Save the table as CSV with commas.")
+    times = collections.Counter(columns)
+    missing = [name for name in required if not times[name]]
+    if missing:
+        names = ", ".join(map(str, columns[:MAX_LISTED])) or "nothing"
+        raise ValueError(f"{path} has no column {', '.join(missing)}; found {names:.200}; expected "
+                         f"each of {', '.join(required)} once in line 1, separated by commas or "
+                         "tabs.")
+    double = [name for name in (*required, *optional) if times[name] > 1]
+    if double:
+        raise ValueError(f"{path} has the column {', '.join(double)} more than once; expected "
+                         "each once.")
 
 
 def read_table_text(path: Path) -> str:

@@ -118,6 +118,11 @@ def test_the_key_of_a_pair_changes_with_everything_in_it_and_not_with_the_kind_o
     assert len(set(keys)) == 5 and all(0 <= key < 2 ** 63 for key in keys) and of_lines == keys
 
 
+def test_pairs_of_sequences_are_refused_with_the_kind_of_model_that_takes_them(small):
+    entry = {"preferred_seq": "MKTA", "unpreferred_seq": "MRTA", "group": "one"}
+    assert "model.kind=sedd" in refusal(write(small, [entry]))
+
+
 def test_the_first_problem_of_each_item_is_listed_but_not_without_end(small):
     wrong = [changed(pdb_file="nope.pdb"), changed(preferred_seq="Z", chain_id="Q", extra=1)]
     lines = refusal(write(small, [GOOD, *wrong * 12])).splitlines()

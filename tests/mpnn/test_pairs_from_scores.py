@@ -78,8 +78,8 @@ def test_an_output_that_cannot_be_written_is_named_in_one_sentence(tmp_path, cap
 
 
 @pytest.mark.parametrize("text, options, expected", [
-    ("pdb,sequence,score,score,chain\nx.pdb,AAA,1,2,A\n", [], "no column score, or two"),
-    (TABLE.replace(",", ";"), [], "separated by commas or tabs"),
+    ("pdb,sequence,score,score,chain\nx.pdb,AAA,1,2,A\n", [], "the column score more than once"),
+    (TABLE.replace(",", ";"), [], "line 1 is separated by semicolons"),
     (TABLE + "x.pdb,AAA,1,\n", [], "line 2: found no chain"),
     ("pdb,sequence,score,chain,context\nx.pdb,AAA,1,A,B A\n", [], "found the chains A B A"),
     (TABLE + "x.pdb,AAA,1,A\nx.pdb,AA,2,A\n", [], "line 3: found 2 residues; expected 3"),
@@ -94,7 +94,7 @@ def test_an_output_that_cannot_be_written_is_named_in_one_sentence(tmp_path, cap
     (TABLE + "x.pdb,AAA,1,A C\n", [], "line 2: found 1 sequence(s), separated by /, for the "),
     (TABLE + "x.pdb,AAA/CC,1,A\n", [], "line 2: found 2 sequence(s), separated by /, for the "),
     (TABLE + "x.pdb,AAA/,1,A C\n", [], "line 2: found nothing in the sequence"),
-    (TABLE, ["--score", "energy"], "no column energy, or two"),
+    (TABLE, ["--score", "energy"], "has no column energy; found pdb"),
     (TABLE, ["--rounds", "1"], "found --rounds, but "),
     (TABLE, ["--designs", "."], "found one of --designs and --structures"),
     (TABLE, ["--lower_is_better", "--higher_is_better"], "expected one of them")])
@@ -167,6 +167,27 @@ def test_pairs_with_the_wild_type_follow_the_rules(options, letters, small):
                              *options)
     found = {entry["preferred_seq"][1] + entry["unpreferred_seq"][1] for entry in entries}
     assert found == set(letters.split())
+
+
+FITNESS = "sequence,mutation,score\n" + "".join(
+    f"MKAAVLA,K2{letter},{value / 12}\n" for value, letter in enumerate("ACDEFGHILMNP"))
+
+
+def test_a_wild_type_that_is_worse_than_all_variants_is_refused(tmp_path, capsys):
+    """Its score, 0, was not given: the table's is likely 1."""
+    (tmp_path / "m.csv").write_text(FITNESS)
+    assert main([str(tmp_path / "m.csv"), str(tmp_path / "p.json"), "--higher_is_better"]) == 2
+    assert "is worse than the mutant in 11 of 11 pairs" in capsys.readouterr().err
+    assert not (tmp_path / "p.json").exists()
+
+
+@pytest.mark.parametrize("options, said", [
+    (["--wild_type", "0"], "wild type: score 0 (--wild_type), preferred in 0 of 11 pairs with it"),
+    (["--wild_type", "1"], "wild type: score 1 (--wild_type), preferred in 12 of 12 pairs with it"),
+    (["--against", "mutants"], "preferred: the higher score")])
+def test_what_is_said_of_the_wild_type_is_taken(options, said, tmp_path, capsys):
+    pairs_of_table(tmp_path, FITNESS, "--higher_is_better", *options)
+    assert said in capsys.readouterr().out.splitlines()
 
 
 def test_context_chains_of_mutations_become_fixed_chains(small):
@@ -347,7 +368,7 @@ def test_scores_by_header_make_pairs_of_a_folder_of_designs(designed):
 
 
 @pytest.mark.parametrize("text, said", [
-    ("header,score\nsmall,1\n", "has no column structure, or two"),
+    ("header,score\nsmall,1\n", "has no column structure; found header, score"),
     ("structure,header,score\nx,small,1\n", "line 2: found the structure x; expected one of small"),
     ("structure,header,score\nsmall,T=0.1,1\n", "3 sequences of small have the header 'T=0.1'"),
     ("structure,header,score\nsmall,d1,1\n", "0 sequences of small have the header 'd1'"),

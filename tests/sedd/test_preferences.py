@@ -77,6 +77,8 @@ def test_a_run_starts_at_log_2_and_saves_what_sample_sedd_reads(made, capsys):
     assert math.isfinite(score)
     assert len((made / "run" / "designs" / "step_3.fasta").read_text().splitlines()) == 4
     assert "noise" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="expected best_model.pt or latest_model.pt"):
+        load_sedd(made / "run" / "checkpoints" / "last.pt")
 
 
 @pytest.mark.slow
@@ -289,6 +291,8 @@ def test_unusable_input_of_a_run_is_refused_with_one_message(made):
     given = "--no_cuda model.kind=sedd --output_dir run"
     assert_refused("train_dpo_ddp", [
         (f"{given} --base none.pt --train_data pairs.json", "base weights", "none.pt"),
+        (f"{given} --base base.pt --base_model_name v_48_020 --train_data pairs.json",
+         "--base_model_name is for model.kind proteinmpnn"),
         (f"{given} --base base.pt --train_data linked.json", "none can be held out"),
         (f"{given} --base base.pt --train_data pairs.json loss.name=simpo", "of two lengths"),
     ], made)
