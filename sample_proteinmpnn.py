@@ -113,8 +113,8 @@ from mpnn.published import find_weights
 from mpnn.settings import (PER_STRUCTURE, Design, letter_bias, name_of, read_json,
                            structure_files)
 from training.tables import MAX_LISTED, refuse_all
-from mpnn.variant_tables import (SCORE, Scoring, all_single_mutations, check_measured,
-                                 correlate_proteins, score_proteins, table_text)
+from mpnn.variant_tables import (Scoring, all_single_mutations, check_measured, check_no_score,
+                                 report_text, score_proteins, table_text)
 from mpnn.variants import log_probs_decoded_last
 from sedd.sequences import LETTERS, X_ID, keyed_generator, named_sequences
 from training.config import Parser
@@ -722,10 +722,8 @@ def run_variants(args):
     finally:   # after Ctrl-C or out of memory: keep finished proteins, and an old --out file
         write_scores(args.out, proteins, scores)
     if args.measured:
-        report = correlate_proteins(proteins, scores, bool(args.lower_is_better), args.seed)
-        better = "lower" if args.lower_is_better else "higher"
-        print(f"score against {args.measured} ({better} is better), 95 % intervals in brackets",
-              *report.lines(), sep="\n", file=sys.stderr)
+        print(report_text(proteins, scores, args.measured, bool(args.lower_is_better), args.seed),
+              file=sys.stderr)
 
 
 def write_scores(out, proteins, scores):
@@ -759,9 +757,7 @@ def read_variants(args, ca_only):
             print(note, file=sys.stderr)
         return [all_single_mutations(design, path) for design, path in zip(designs, paths)]
     table = read_mutations(args.mutations, args.measured)
-    if SCORE in table.variants[0].cells:
-        raise ValueError(f"{args.mutations} has a column {SCORE}, which is the name of the result; "
-                         "expected another name for it.")
+    check_no_score(table)
     if table.names_structures == bool(args.structures) or len(args.structures) > 1:
         raise ValueError(f"found {len(args.structures)} structure(s) on the command line, and "
                          f"{args.mutations} {'with' if table.names_structures else 'without'} a "

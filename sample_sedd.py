@@ -6,6 +6,8 @@
     python sample_sedd.py best.pt --score proteins.fasta --out scores.tsv
     python sample_sedd.py best.pt --score wild_type.fasta --each_position
     python sample_sedd.py best.pt --score wild_type.fasta --mutations variants.txt   # A12V ...
+    python sample_sedd.py best.pt --mutations pairs_held_out.csv --measured ddg --lower_is_better \\
+        --out scores.csv                                               # variants of many proteins
     python sample_sedd.py best.pt --number 200 --out new.fasta --report proteins.fasta
     python sample_sedd.py best.pt --export FOLDER                      # or FILE.pth
     mpirun -n 4 python sample_sedd.py ...                              # the same, sooner
@@ -15,6 +17,19 @@ CHECKPOINT is best.pt or last.pt of a run, the run's folder (best.pt, else last.
 has them. Noise, graph and alphabet come from the checkpoint. The result goes to --out, whole or not
 at all, or to standard output; notes on the checkpoint and progress go to standard error. Wrong
 input ends with one message and exit code 2.
+
+Variants. Their score, log_ratio, is ln p(mutant letter) - ln p(wild-type letter), in nats, summed
+over the mutated positions, all masked at once, given the rest of the wild type ("masked marginals",
+Meier et al. 2021): below 0 if the model prefers the wild type. With --score, --mutations is a list
+of variants of its one sequence, and they are ranked. Without, it is a CSV table as for
+sample_proteinmpnn.py, such as pairs_from_scores.py --hold_out writes: a column mutation, and the
+wild type in a column sequence (residues count from 1) or a structure in pdb_file (with chain; the
+chain's sequence alone is taken, residues have the file's numbers). The result is a CSV table of the
+same columns and score, the log_ratio, protein by protein. Lines that do not fit the wild type are
+left out and named. --measured COLUMN prints Spearman's rank correlation of the scores with that
+column, over all mutations (whole proteins drawn anew for its 95 % interval) and per protein with at
+least ten.
+
 In a notebook:
 
     sedd = load_sedd("best.pt")
@@ -50,7 +65,10 @@ from training.command_line import add_launch_arguments
 from training.launch import start_ranks_if_asked
 from training.loop import check_alike
 from training.resume import hash_of
-from training.tables import refuse_all, refuse_fasta
+from training.seeds import content_key
+from training.tables import refuse_all
+from mpnn.mutations import describe_skipped, place_all, place_on_sequences, read_mutations
+from mpnn.variant_tables import check_measured, check_no_score, report_text, table_text
 from sedd.diffusion import sample, sample_scheduled
 from sedd.fast_cpu import scores_at_masks_only
 from sedd.evaluation import BoundEstimator, draw_lengths, perplexity
@@ -58,6 +76,7 @@ from sedd.weights import export_sedd, load_sedd
 from sedd.batches import eval_batches
 from sedd.sequences import (AMINO_ACIDS, X_ID, Proteins, decode, encode, keyed_generator,
                             keyed_seed, named_sequences)
+from sedd.variants import read_variants, residue_scores, score_proteins, variant_scores
 from training.watch import beat
 
 FREE = "_"              # marks a position of a template that is to be sampled
@@ -332,118 +351,6 @@ def windows(row, longest, allowed):
     return np.array_split(row, math.ceil(len(row) / longest))
 
 
-def mask_of(sedd):
-    """The token id of the mask. Raises ValueError for the uniform graph, which has none."""
-    if not sedd.graph.absorb:
-        raise ValueError("each position is scored behind a mask, which the uniform graph does not "
-                         "have; expected a model with the absorbing one.")
-    return sedd.graph.mask_id
-
-
-@torch.no_grad()
-def predict_letters(sedd, rows, tokens=16384, dtype=torch.float32, ddp=None):
-    """ln p of each letter at the masks of each row, given the rest of the row.
-
-    Args:
-        rows: (n, L) array of tokens, with mask_of(sedd) at the places to be predicted.
-        tokens: positions in a batch.
-    Returns: (masks, 20) float64, row by row, and from left to right within a row.
-    """
-    ddp = ddp or Ddp(device=next(sedd.model.parameters()).device)
-    ends = np.cumsum((rows == mask_of(sedd)).sum(1))   # masks up to each row
-    out = torch.zeros(int(ends[-1]), X_ID)
-    size = max(tokens // rows.shape[1], 1)
-    for first in range(ddp.rank * size, len(rows), ddp.world_size * size):
-        part = torch.from_numpy(rows[first:first + size]).long().to(ddp.device)
-        is_mask = part == mask_of(sedd)
-        share = is_mask.float().mean(1).clamp(max=0.99)
-        with autocast(dtype, ddp):   # the noise level at which this share is masked on average
-            scores = sedd.model(part, -torch.log1p(-share))
-        log_p = torch.log_softmax(scores[is_mask][:, :X_ID].float(), -1).cpu()
-        end = ends[first:first + size][-1]
-        out[end - len(log_p):end] = log_p
-        beat(ddp)
-    return all_sum(out, ddp).double().numpy()
-
-
-def residue_scores(sedd, sequence, **how):
-    """-ln p of each residue given all others, in nats: (L,) float64, nan for X.
-
-    Each position is masked in turn. If the sequence is longer than the model was trained on, only
-    the residues around the position are given. how: see predict_letters."""
-    row = encode(sequence)
-    places = np.arange(len(row))
-    width = min(len(row), sedd.max_length)
-    starts = (places - width // 2).clip(0, len(row) - width)
-    rows = row[starts[:, None] + np.arange(width)]
-    rows[places, places - starts] = mask_of(sedd)
-    log_p = predict_letters(sedd, rows, **how)   # one mask in each row
-    return np.where(row == X_ID, math.nan, -log_p[places, np.minimum(row, X_ID - 1)])
-
-
-def variant_scores(sedd, sequence, variants, **how):
-    """ln p(variant) - ln p(wild type) of the mutated residues, all masked at once: (n,) float64.
-
-    variants: lists of (place from 0, token). how: see predict_letters. Source of the score ("masked
-    marginals"): Meier et al. 2021, bioRxiv 2021.07.09.450648."""
-    row = encode(sequence)
-    if len(row) > sedd.max_length:
-        raise ValueError(f"the sequence has {len(row):,} residues, but the model was trained on at "
-                         f"most {sedd.max_length:,}. Cut it to the part that is mutated.")
-    mutations = [(number, place, token) for number, changes in enumerate(variants)
-                 for place, token in sorted(changes)]   # in the order of predict_letters
-    numbers, places, tokens = np.array(mutations).T
-    rows = np.tile(row, (len(variants), 1))
-    rows[numbers, places] = mask_of(sedd)
-    log_p = predict_letters(sedd, rows, **how)
-    each_mask = np.arange(len(mutations))
-    ratios = log_p[each_mask, tokens] - log_p[each_mask, row[places]]
-    return np.bincount(numbers, ratios, len(variants))
-
-
-def read_variants(path, sequence):
-    """[(text, [(place from 0, token), ...])] of a file with a variant per line: A12V, or A12V,G30S.
-
-    Raises: ValueError naming the line, also if the sequence has another letter at the place."""
-    found = []
-    problems = []
-    text = Path(path).read_text(encoding="utf-8-sig", errors="replace")
-    refuse_fasta(path, text)
-    for number, line in enumerate(text.splitlines(), 1):
-        words = re.findall(r"[^\s,;:+/]+", line.partition("#")[0])
-        try:
-            changes = [read_mutation(word, sequence) for word in words]
-            if len({place for place, _ in changes}) < len(changes):
-                raise ValueError(f"found one place twice in {line.strip():.80}; expected each "
-                                 "place of a variant once")
-        except ValueError as error:
-            problems.append(f"line {number}: {error}")
-            continue
-        if changes:
-            found.append((",".join(words).upper(), changes))
-    refuse_all(path, problems)
-    if not found:
-        raise ValueError(f"{path} holds no variant; expected one per line, such as A12V or "
-                         "A12V,G30S.")
-    return found
-
-
-def read_mutation(word, sequence):
-    """(place from 0, token) of a word such as A12V. ValueError if the sequence does not have it."""
-    parts = re.fullmatch(rf"([{AMINO_ACIDS}])(\d{{1,9}})([{AMINO_ACIDS}])", word.upper())
-    place = len(sequence)
-    if parts and int(parts[2]):
-        place = int(parts[2]) - 1
-    letter = sequence[place:place + 1]   # none before the first or after the last
-    if parts and letter == parts[1]:
-        return place, AMINO_ACIDS.index(parts[3])
-    reason = ""
-    if letter:
-        reason = f"; the sequence has {letter} there"
-    raise ValueError(f"found {word:.40}{reason}; expected such as A12V: a letter of the sequence, "
-                     f"its place from 1 to {len(sequence)}, the new letter")
-
-
 # ---------------------------------------------------------------- command line
 def make_parser():
     parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False,
@@ -481,14 +388,24 @@ def make_parser():
     add("--each_position", action="store_true",
         help="with --score: -ln p of each residue given all others")
     add("--mutations", type=Path, metavar="FILE",
-        help="with --score: rank variants of its one sequence, one per line such as A12V,G30S")
+        help="with --score: rank variants of its one sequence, one per line such as A12V,G30S; "
+             "without: score the variants of a table, with the columns mutation and sequence (the "
+             "wild type) or pdb_file, as pairs_from_scores.py --hold_out writes it")
+    add = group.add_argument
+    add("--measured", metavar="COLUMN",
+        help="print the rank correlation of the scores with this column of the table")
+    add("--lower_is_better", action="store_true",
+        help="of --measured, such as ddG with positive = destabilising")
     add_launch_arguments(parser)
     return parser
 
 
-# Options that only this task uses.
-ONLY_FOR = {"score": ("samples", "window", "each_position", "mutations"),
-            "drawing": ("number", "report", "steps", "predictor", "temperature", "top_p", "seed")}
+# Options that only some tasks use: those of the tasks.
+ONLY_FOR = {("score",): ("samples", "window", "each_position"),
+            ("score", "mutations"): ("mutations",),
+            ("mutations",): ("measured", "lower_is_better"),
+            ("drawing",): ("length", "scaffold", "infill", "number", "report", "steps",
+                           "predictor", "temperature", "top_p", "seed")}
 
 
 def read_arguments(argv):
@@ -496,13 +413,13 @@ def read_arguments(argv):
     parser = make_parser()
     args = parser.parse_args(argv)
     task = task_of(args)
-    for other, names in ONLY_FOR.items():
+    for tasks, names in ONLY_FOR.items():
         useless = [f"--{name}" for name in names if getattr(args, name) != parser.get_default(name)]
-        if other == task or not useless:
+        if task in tasks or not useless:
             continue
         found = f"found {', '.join(useless)}"
         if task == "drawing":
-            raise ValueError(f"{found} without --score; expected both.")
+            raise ValueError(f"{found} without --{tasks[0]}; expected both.")
         raise ValueError(f"{found}, which --{task} does not use; leave it out, or choose another "
                          "task.")
     check_arguments(args, parser)
@@ -511,11 +428,14 @@ def read_arguments(argv):
 
 
 def task_of(args):
-    """The task that the options ask for: "score", "export" or "drawing"."""
+    """The task that the options ask for: "score", "export", "mutations" (those of a table) or
+    "drawing"."""
     if args.score:
         return "score"
     if args.export:
         return "export"
+    if args.mutations:
+        return "mutations"
     return "drawing"
 
 
@@ -524,6 +444,8 @@ def check_arguments(args, parser):
     if args.samples != parser.get_default("samples") and (args.each_position or args.mutations):
         raise ValueError("found --samples with --each_position or --mutations, which draw no noise "
                          "levels; expected one of them.")
+    if args.lower_is_better and not args.measured:
+        raise ValueError("found --lower_is_better without --measured; expected both.")
     if args.export and args.out:
         raise ValueError("found --out with --export, which names what is written; expected one.")
     if args.report and (args.out is None or args.out.suffix == ".png" or args.infill):
@@ -549,18 +471,16 @@ def picture_of(args):
 def check_files(args):
     """Refuse files that cannot be read or written. Raises ValueError."""
     read = [path for path in (args.infill, args.score, args.mutations, args.report) if path]
-    checkpoint = Path(args.checkpoint)
-    out = args.out
     for path in read:
         if path.exists() and not path.is_file():
             raise ValueError(f"{path} is a folder or a device; expected a file.")
         if not path.is_file():
             raise ValueError(f"there is no file {path}.")
+    checkpoint = Path(args.checkpoint)
     # An export is a folder; a run's folder holds its checkpoints in one.
-    for path in (checkpoint, *checkpoint.glob("*"), *checkpoint.glob("checkpoints/*"), *read):
-        for written in (out, picture_of(args)):
-            if written and written.exists() and path.exists() and written.samefile(path):
-                raise ValueError(f"the result would overwrite {path}; expected another --out.")
+    inputs = [checkpoint, *checkpoint.glob("*"), *checkpoint.glob("checkpoints/*"), *read]
+    refuse_overwriting(args, inputs)
+    out = args.out
     if out is None:
         return
     # A device, such as /dev/null, would be replaced by a file.
@@ -568,6 +488,14 @@ def check_files(args):
     if no_file or not out.absolute().parent.is_dir():
         raise ValueError(f"--out {out} is a folder or a device, or in a folder that is missing; "
                          "expected the name of a file in a folder that exists.")
+
+
+def refuse_overwriting(args, inputs):
+    """ValueError for a result that would take the place of an input. inputs: paths."""
+    for path in inputs:
+        for written in (args.out, picture_of(args)):
+            if written and written.exists() and path.exists() and written.samefile(path):
+                raise ValueError(f"the result would overwrite {path}; expected another --out.")
 
 
 def run(args, ddp, reference):
@@ -587,12 +515,13 @@ def run(args, ddp, reference):
         check_sequences(sedd, args)
     how = {"tokens": args.tokens, "ddp": ddp,
            "dtype": torch.bfloat16 if args.bfloat16 else torch.float32}
+    if task_of(args) == "mutations":
+        score_table(sedd, args, how)
+        return
     with open_output(args.out, ddp) as write:
         samples = score_or_draw(sedd, args, how, write)
-    if args.out:
-        print0(ddp, f"written: {args.out}", file=sys.stderr)
     if samples and reference:
-        show_report(samples, reference, args, ddp)
+        show_on_rank_0(lambda: report(samples, reference, picture_of(args)), ddp)
 
 
 def inputs_of(args):
@@ -627,11 +556,11 @@ def score_or_draw(sedd, args, how, write):
     return None
 
 
-def show_report(samples, reference, args, ddp):
-    """Print the report on rank 0, while the other ranks wait: once ranks have left (cleanup_ddp),
-    guards end what takes longer than two minutes."""
+def show_on_rank_0(make_text, ddp):
+    """Print what make_text() returns on rank 0, while the other ranks wait: once ranks have left
+    (cleanup_ddp), guards end what takes longer than two minutes."""
     if ddp.is_main:
-        print(report(samples, reference, picture_of(args)), file=sys.stderr)
+        print(make_text(), file=sys.stderr)
     barrier(ddp, timeout=PATIENCE)
 
 
@@ -647,6 +576,7 @@ def open_output(path, ddp):
         check_writable(path)
         yield texts.append
         write_text_atomic(path, "".join(texts))
+        print0(ddp, f"written: {path}", file=sys.stderr)
 
 
 def write_to_stdout(text):
@@ -783,6 +713,65 @@ def rank_variants(sedd, args, how, write):
     write("rank\tvariant\tlog_ratio\n")
     for rank, k in enumerate(np.argsort(-scores, kind="stable"), 1):
         write(f"{rank}\t{variants[k][0]}\t{scores[k]:.4f}\n")
+
+
+def score_table(sedd, args, how):
+    """Write the table of --mutations with its scores; print their correlation if asked."""
+    ddp = how["ddp"]
+    proteins = read_table(sedd, args, ddp)
+    wild_types = [wild_type_of(protein) for protein in proteins]
+    changes = [protein.changes for protein in proteins]
+    # The files of structures may differ between hosts though the table does not.
+    check_alike({"wild types (hash)": content_key(*wild_types, *changes)}, ddp)
+    n = sum(map(len, changes))
+    print0(ddp, f"{ddp.device}: {args.checkpoint}, {n:,} variants of {len(proteins):,} protein(s)",
+           file=sys.stderr)
+    with open_output(args.out, ddp) as write:
+        with progress_bar(ddp.is_main, unit=" variants") as bar:
+            def advance(scored, total):
+                bar.total = total
+                bar.update(scored)
+
+            scores = score_proteins(sedd, wild_types, changes, advance, **how)
+        write(table_text(proteins, scores, added=()))
+    if args.measured:
+        show_on_rank_0(lambda: report_text(proteins, scores, args.measured, args.lower_is_better),
+                       ddp)
+
+
+def read_table(sedd, args, ddp):
+    """The Proteins of a table of --mutations. Prints which variants do not fit. Raises ValueError.
+    """
+    table = read_mutations(args.mutations, args.measured)
+    check_no_score(table)
+    if table.has_sequences:
+        proteins, skipped = place_on_sequences(table)
+    elif table.names_structures:
+        # Letters alone matter here: no other chains, and no other atoms than CA.
+        proteins, skipped = place_all(table, see_all=False, ca_only=True)
+        refuse_overwriting(args, [Path(protein.structure.name) for protein in proteins])
+    else:
+        raise ValueError(f"{args.mutations} does not name the wild types of its variants; expected "
+                         "--score FASTA with the one sequence of a list, or a table with the "
+                         "column mutation and a column sequence (the wild type) or pdb_file.")
+    problems = []
+    for protein in proteins:
+        n = len(wild_type_of(protein))
+        if n > sedd.max_length:
+            problems.append(f"line {protein.variants[0].line}: {protein.name} has {n:,} residues, "
+                            f"but the model was trained on at most {sedd.max_length:,}; leave its "
+                            "variants out")
+    refuse_all(args.mutations, problems, "proteins")
+    if args.measured:
+        check_measured(proteins, args.measured)
+    if skipped:
+        print0(ddp, describe_skipped(table, skipped), file=sys.stderr)
+    return proteins
+
+
+def wild_type_of(protein):
+    """The sequence of the mutated chain, X for what is not known."""
+    return decode(protein.structure.chains[protein.chain].S)
 
 
 def cli(argv=None):

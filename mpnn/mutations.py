@@ -351,8 +351,8 @@ def choose_complex(structure, name, context):
     usable = [key for key, chain in structure.chains.items() if chain.resolved.any()]
     if name is None and len(usable) != 1:
         raise ValueError(f"{structure.name} has the protein chains {' '.join(usable) or '(none)'}; "
-                         "expected one, or a column chain, or --chains, which says which is "
-                         "mutated")
+                         "expected one, or a column chain (or --chains of sample_proteinmpnn.py), "
+                         "which says which is mutated")
     name = usable[0] if name is None else name
     if context is None:
         context = [key for key in usable if key != name]

@@ -4,6 +4,7 @@
     scores = list(score_proteins(model, proteins, Scoring(n_orders=4), correction=model))
     text = table_text(proteins, scores)                     # CSV
     report = correlate_proteins(proteins, scores, lower_is_better=True)
+    print(report_text(proteins, scores, "ddg", lower_is_better=True))
 
 Writes nothing but the progress bar, to standard error, if that is a terminal.
 """
@@ -17,7 +18,7 @@ import numpy as np
 
 from mpnn.correlation import FEWEST, Report, correlate
 from mpnn.model import ProteinMPNN
-from mpnn.mutations import Mutation, Protein, Variant
+from mpnn.mutations import Mutation, MutationTable, Protein, Variant
 from mpnn.settings import Design
 from mpnn.variants import score_alone, score_variants, work_of
 from sedd.sequences import AMINO_ACIDS, LETTERS
@@ -73,14 +74,22 @@ def all_single_mutations(design: Design, name: str) -> Protein:
     return Protein(name, design.structure, design.complex, variants, changes)
 
 
-def table_text(proteins: list[Protein], scores: list[np.ndarray]) -> str:
+def check_no_score(table: MutationTable) -> None:
+    """ValueError for a table that has a column of the name of the result."""
+    if SCORE in table.variants[0].cells:
+        raise ValueError(f"{table.path} has a column {SCORE}, which is the name of the result; "
+                         "expected another name for it.")
+
+
+def table_text(proteins: list[Protein], scores: list[np.ndarray],
+               added: tuple[str, ...] = ("pdb_file", "chain")) -> str:
     """CSV of the variants, protein by protein: their own columns and their score.
 
-    A list of mutations has no columns of its own: pdb_file and chain are added."""
+    added: columns that are put first if the variants lack them, as those of a list do."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     columns = list(proteins[0].variants[0].cells)
-    added = [name for name in ("pdb_file", "chain") if name not in columns]
+    added = [name for name in added if name not in columns]
     writer.writerow([*added, *columns, SCORE])
     for protein, of_protein in zip(proteins, scores):
         own = {"pdb_file": protein.name, "chain": protein.chain}
@@ -118,3 +127,12 @@ def correlate_proteins(proteins: list[Protein], scores: list[np.ndarray],
     is_measured = np.isfinite(measured)
     return correlate(np.concatenate(scores)[is_measured], np.array(measured)[is_measured],
                      np.array(names)[is_measured], seed)
+
+
+def report_text(proteins: list[Protein], scores: list[np.ndarray], measured: str,
+                lower_is_better: bool = False, seed: int = 0) -> str:
+    """The lines of correlate_proteins, under one that says of what. measured: the column."""
+    report = correlate_proteins(proteins, scores, lower_is_better, seed)
+    better = "lower" if lower_is_better else "higher"
+    title = f"score against {measured} ({better} is better), 95 % intervals in brackets"
+    return "\n".join([title, *report.lines()])

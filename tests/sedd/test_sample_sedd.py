@@ -1,8 +1,10 @@
 """sample_sedd.py: what comes out keeps its promises."""
 
+import csv
 import math
 import os
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,14 +12,17 @@ import torch
 
 from launchers import ROOT, fork_ranks
 import sample_sedd
-from sample_sedd import (cli, in_groups, like_lengths, predict_letters, reshape_choice,
-                         residue_scores, sample_sequences, scaffold_templates, score_sequences,
-                         variant_scores)
+from mpnn.mutations import place_on_sequences, read_mutations
+from mpnn.variant_tables import correlate_proteins
+from mpnn_cases import Atoms
+from sample_sedd import (cli, in_groups, like_lengths, reshape_choice, sample_sequences,
+                         scaffold_templates, score_sequences)
 from sedd_cases import TrueScores, write_checkpoint
 from sedd.diffusion import make_graph, make_noise
 from sedd.fast_cpu import scores_at_masks_only
 from sedd.weights import Sedd, export_sedd, load_sedd
 from sedd.sequences import AMINO_ACIDS, N_TOKENS, encode
+from sedd.variants import predict_letters, residue_scores, score_proteins, variant_scores
 from training_runs import one_thread  # noqa: F401 (a fixture for all)
 
 @pytest.fixture(scope="module")
@@ -106,16 +111,30 @@ def test_a_scaffold_keeps_letters_and_draws_each_length_in_its_range():
         scaffold_templates("MKT(4)", 1, 0)
 
 
-def test_any_number_of_ranks_draws_and_scores_the_same(checkpoint, tmp_path):
+def test_any_number_of_ranks_draws_and_scores_the_same(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     texts = {}
     words = {"fasta": ["--number", "9", "--steps", "4"], "tsv": ["--score", "1.fasta"]}
     for ranks, kind in ((1, "fasta"), (2, "fasta"), (4, "fasta"), (1, "tsv"), (2, "tsv")):
         out = tmp_path / f"{ranks}.{kind}"
-        done = fork_ranks(ranks, [ROOT / "sample_sedd.py", checkpoint, "--tokens", "60",
-                                  *words[kind], "--out", out], tmp_path)
-        assert done.returncode == 0, done.text
+        arguments = [str(checkpoint), "--tokens", "60", *words[kind], "--out", str(out)]
+        if ranks == 1:
+            cli(arguments)
+        else:
+            done = fork_ranks(ranks, [ROOT / "sample_sedd.py", *arguments], tmp_path)
+            assert done.returncode == 0, done.text
         assert out.read_text() == texts.setdefault(kind, out.read_text())
     assert texts["fasta"].count(">") == 9
+
+
+def test_two_ranks_write_and_say_of_a_table_what_one_does(mutations, tmp_path, capsys):
+    arguments = mutations(TABLE + "GSHHW,A1W,1,g\n", "--measured", "ddg", "--tokens", "9")
+    cli([*arguments, "--out", "1.csv"])
+    said = capsys.readouterr().err.partition("written: 1.csv\n")[2]
+    done = fork_ranks(2, [ROOT / "sample_sedd.py", *arguments, "--out", "2.csv"], tmp_path)
+    assert done.returncode == 0, done.text
+    assert Path("2.csv").read_text() == Path("1.csv").read_text()
+    assert done.text.count(said) == done.text.count("A1W") == 1
 
 
 def test_ranks_with_other_files_are_refused(checkpoint, tmp_path):
@@ -300,7 +319,119 @@ def test_a_fasta_in_place_of_variants_is_told(rank, tmp_path, capsys):
     assert "v.txt is a FASTA file" in refused(capsys, *rank)
 
 
+TABLE = f"""sequence,mutation,ddg,note
+MKTAYIAKQ,M1A,1,a
+GSHHW,G1W,2.5,b
+MKTAYIAKQ,K2W:Q9A,,"c, d"
+{AMINO_ACIDS},C2D,-0.5,e
+GSHHW,W5A,0.25,f
+"""
+
+
+@pytest.fixture
+def mutations(checkpoint, tmp_path, monkeypatch):
+    """A function: the arguments that score a table of this text, t.csv in the current folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def arguments(text, *words):
+        (tmp_path / "t.csv").write_text(text)
+        return [str(checkpoint), "--mutations", "t.csv", *words]
+
+    return arguments
+
+
+def test_a_table_comes_back_protein_by_protein_with_its_scores(checkpoint, mutations, capsys):
+    cli(mutations(TABLE))
+    head, *rows = csv.reader(capsys.readouterr().out.splitlines())
+    assert head == ["sequence", "mutation", "ddg", "note", "score"]
+    assert [row[3] for row in rows] == ["a", "c, d", "b", "f", "e"]
+    sedd = load_sedd(checkpoint)
+    expected = [*variant_scores(sedd, "MKTAYIAKQ", [[(0, 0)], [(1, 18), (8, 0)]]),
+                *variant_scores(sedd, "GSHHW", [[(0, 18)], [(4, 0)]]),
+                *variant_scores(sedd, AMINO_ACIDS, [[(1, 2)]])]
+    assert [float(row[-1]) for row in rows] == pytest.approx(expected, abs=1e-5)
+
+
+def test_of_a_structure_the_sequence_of_the_chain_is_scored(checkpoint, mutations, tmp_path,
+                                                            capsys):
+    """Residues have the file's numbers; a letter is enough, without N, C and O; a gap is X."""
+    atoms = Atoms()
+    for number, name in ((10, "MET"), (11, "LYS"), (13, "TRP")):
+        atoms.add("A", number, name, atoms=("CA",))
+    (tmp_path / "one.pdb").write_text(atoms.add("B", 1, "GLY").pdb())
+    cli(mutations("pdb_file,chain,mutation\none.pdb,A,W13A\n"))
+    expected, = variant_scores(load_sedd(checkpoint), "MKXW", [[(3, 0)]])
+    assert capsys.readouterr().out == ("pdb_file,chain,mutation,score\n"
+                                       f"one.pdb,A,W13A,{expected:.5f}\n")
+
+
+def test_the_correlation_with_a_measured_column_is_that_of_the_table(mutations, capsys):
+    cli(mutations(TABLE, "--measured", "ddg", "--lower_is_better", "--out", "scores.csv"))
+    _, *rows = csv.reader(Path("scores.csv").read_text().splitlines())
+    proteins, _ = place_on_sequences(read_mutations("t.csv", "ddg"))
+    report = correlate_proteins(proteins, [np.array([float(row[-1]) for row in rows])], True)
+    said = capsys.readouterr().err
+    assert said.partition("written: scores.csv\n")[2].splitlines()[1:] == report.lines()
+
+
+def test_batches_of_variants_do_not_change_their_scores(checkpoint):
+    sedd = load_sedd(checkpoint)
+    variants = [[[(place, 0)] for place in range(1, 9)], [[(0, 18)], [(4, 0)]]]
+    told = []
+    found = score_proteins(sedd, ["AKTCYIGKQ", "GSHHW"], variants,
+                           lambda n, total: told.append((n, total)), tokens=30)
+    assert found[0] == pytest.approx(variant_scores(sedd, "AKTCYIGKQ", variants[0]), rel=1e-4)
+    assert found[1] == pytest.approx(variant_scores(sedd, "GSHHW", variants[1]), rel=1e-4)
+    assert told == [(3, 10), (3, 10), (2, 10), (2, 10)]
+
+
+def test_variants_that_do_not_fit_are_named_and_left_out(mutations, capsys):
+    cli(mutations(TABLE + "GSHHW,A1W,1,g\n"))
+    out, err = capsys.readouterr()
+    assert re.search(r"line 7: A1W: .* residue 1 is G", err)
+    assert len(out.splitlines()) == 6
+
+
+@pytest.mark.parametrize("text, words, expected", [
+    ("M1A\n", [], "t.csv does not name the wild types of its variants; expected --score FASTA"),
+    ("mutation,ddg\nM1A,1\n", [], "t.csv does not name the wild types"),
+    ("M1A\n", ["--measured", "ddg"], "t.csv is a list; expected a table"),
+    (TABLE, ["--score", "wild.fasta"], "t.csv is a table, whose lines name their own wild types"),
+    ("M1A\n", ["--score", "wild.fasta", "--measured", "ddg"],
+     "found --measured, which --score does not use"),
+    (TABLE, ["--lower_is_better"], "found --lower_is_better without --measured"),
+    (TABLE, ["--measured", "ddG"], "t.csv has no column ddG"),
+    (TABLE.replace("-0.5", ""), ["--measured", "note"], "found 'a' as note; expected a number"),
+    (TABLE.replace("note", "score"), [], "t.csv has a column score"),
+    (TABLE + "M" * 41 + ",M1A,1,g\n", [],
+     "has 41 residues, but the model was trained on at most 40"),
+    ("sequence,mutation\nMKT,A1W\n", [], "no variant fits its sequence"),
+    ("sequence,mutation,ddg\nMKT,M1W,1\nMKT,K2A,2\n", ["--measured", "ddg"], "found 2 variants"),
+    (TABLE, ["--length", "9"], "found --length, which --mutations does not use"),
+    (TABLE, ["--export", "e"], "found --mutations, which --export does not use"),
+    (TABLE, ["--samples", "4"], "found --samples, which --mutations does not use"),
+    (TABLE, ["--out", "t.csv"], "the result would overwrite t.csv"),
+    ("pdb_file,mutation\ntwo.pdb,G1A\n", ["--out", "o.csv"], "has the protein chains A B"),
+    ("pdb_file,chain,mutation\ntwo.pdb,A,G1A\n", ["--out", "two.pdb"],
+     "the result would overwrite two.pdb")])
+def test_a_table_that_cannot_be_scored_is_refused_before_anything_is_written(
+        mutations, tmp_path, capsys, text, words, expected):
+    (tmp_path / "wild.fasta").write_text(">w\nMKTAYIAKQ\n")
+    (tmp_path / "two.pdb").write_text(Atoms().add("A", 1, "GLY").add("B", 1, "GLY").pdb())
+    arguments = mutations(text, *words)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    assert expected in refused(capsys, *arguments)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_table_needs_a_model_with_a_mask(mutations, tmp_path, capsys):
+    uniform = write_checkpoint(tmp_path / "uniform.pt", "uniform")
+    _, *words = mutations(TABLE)
+    assert "behind a mask, which the uniform graph" in refused(capsys, uniform, *words)
+
+
 @pytest.mark.parametrize("words, expected", [
+    (["--measured", "ddg"], "found --measured without --mutations; expected both"),
     (["--number", "0"], "--number 0; expected at least 1"),
     (["--length", "9-3"], "found the length 9-3; expected a range like 80-120"),
     (["--length", "9" * 20], "at most 1,000,000"),

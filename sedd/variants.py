@@ -1,0 +1,173 @@
+"""Scores of residues and of variants by SEDD, each behind a mask.
+
+    nats = residue_scores(sedd, "MKTAYIAKQ")                    # -ln p of each residue: (L,)
+    variants = read_variants("list.txt", "MKTAYIAKQ")           # [("M1A", [(0, 0)]), ...]
+    ratios = variant_scores(sedd, "MKTAYIAKQ", [[(0, 0)], [(0, 0), (2, 19)]])
+    of_each = score_proteins(sedd, ["MKTAYIAKQ", "GSHHW"], [[[(0, 0)]], [[(3, 1)], [(4, 1)]]])
+
+The score of a variant is ln p(mutant letter) - ln p(wild-type letter), summed over the mutated
+positions, all masked at once, given the rest of the wild type: above 0 if the model prefers the
+mutant. Writes nothing.
+"""
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ddp_setup import Ddp, all_sum, autocast
+from sedd.sequences import AMINO_ACIDS, X_ID, encode
+from training.tables import refuse_all, refuse_fasta, table_columns
+from training.watch import beat
+
+
+def mask_of(sedd):
+    """The token id of the mask. Raises ValueError for the uniform graph, which has none."""
+    if not sedd.graph.absorb:
+        raise ValueError("each position is scored behind a mask, which the uniform graph does not "
+                         "have; expected a model with the absorbing one.")
+    return sedd.graph.mask_id
+
+
+@torch.no_grad()
+def predict_letters(sedd, rows, tokens=16384, dtype=torch.float32, ddp=None):
+    """ln p of each letter at the masks of each row, given the rest of the row.
+
+    Args:
+        rows: (n, L) array of tokens, with mask_of(sedd) at the places to be predicted.
+        tokens: positions in a batch.
+    Returns: (masks, 20) float64, row by row, and from left to right within a row.
+    """
+    ddp = ddp or Ddp(device=next(sedd.model.parameters()).device)
+    ends = np.cumsum((rows == mask_of(sedd)).sum(1))   # masks up to each row
+    out = torch.zeros(int(ends[-1]), X_ID)
+    size = max(tokens // rows.shape[1], 1)
+    for first in range(ddp.rank * size, len(rows), ddp.world_size * size):
+        part = torch.from_numpy(rows[first:first + size]).long().to(ddp.device)
+        is_mask = part == mask_of(sedd)
+        share = is_mask.float().mean(1).clamp(max=0.99)
+        with autocast(dtype, ddp):   # the noise level at which this share is masked on average
+            scores = sedd.model(part, -torch.log1p(-share))
+        log_p = torch.log_softmax(scores[is_mask][:, :X_ID].float(), -1).cpu()
+        end = ends[first:first + size][-1]
+        out[end - len(log_p):end] = log_p
+        beat(ddp)
+    return all_sum(out, ddp).double().numpy()
+
+
+def residue_scores(sedd, sequence, **how):
+    """-ln p of each residue given all others, in nats: (L,) float64, nan for X.
+
+    Each position is masked in turn. If the sequence is longer than the model was trained on, only
+    the residues around the position are given. how: see predict_letters."""
+    row = encode(sequence)
+    places = np.arange(len(row))
+    width = min(len(row), sedd.max_length)
+    starts = (places - width // 2).clip(0, len(row) - width)
+    rows = row[starts[:, None] + np.arange(width)]
+    rows[places, places - starts] = mask_of(sedd)
+    log_p = predict_letters(sedd, rows, **how)   # one mask in each row
+    return np.where(row == X_ID, math.nan, -log_p[places, np.minimum(row, X_ID - 1)])
+
+
+def variant_scores(sedd, sequence, variants, **how):
+    """ln p(variant) - ln p(wild type) of the mutated residues, all masked at once: (n,) float64.
+
+    variants: lists of (place from 0, token). how: see predict_letters. Source of the score ("masked
+    marginals"): Meier et al. 2021, bioRxiv 2021.07.09.450648."""
+    row = encode(sequence)
+    if len(row) > sedd.max_length:
+        raise ValueError(f"the sequence has {len(row):,} residues, but the model was trained on at "
+                         f"most {sedd.max_length:,}. Cut it to the part that is mutated.")
+    mutations = [(number, place, token) for number, changes in enumerate(variants)
+                 for place, token in sorted(changes)]   # in the order of predict_letters
+    numbers, places, tokens = np.array(mutations).T
+    rows = np.tile(row, (len(variants), 1))
+    rows[numbers, places] = mask_of(sedd)
+    log_p = predict_letters(sedd, rows, **how)
+    each_mask = np.arange(len(mutations))
+    ratios = log_p[each_mask, tokens] - log_p[each_mask, row[places]]
+    return np.bincount(numbers, ratios, len(variants))
+
+
+def score_proteins(sedd, wild_types, variants, done=None, tokens=16384, dtype=torch.float32,
+                   ddp=None):
+    """variant_scores of several proteins: a list of (n,) float64. Collective if ddp is given.
+
+    Each batch is scored by one rank, so that many proteins of few variants use all ranks.
+
+    Args:
+        wild_types: texts.
+        variants: of each, lists of (place from 0, token).
+        done: called after each batch of this rank: with its variants, and with those of all batches
+            of this rank.
+        tokens: positions in a batch.
+    """
+    ddp = ddp or Ddp(device=next(sedd.model.parameters()).device)
+    alone = Ddp(device=ddp.device)
+    batches = []
+    for number, sequence in enumerate(wild_types):
+        size = max(tokens // len(sequence), 1)
+        firsts = range(0, len(variants[number]), size)
+        batches += [(number, slice(first, first + size)) for first in firsts]
+    own_batches = batches[ddp.rank::ddp.world_size]
+    own_total = sum(len(variants[number][part]) for number, part in own_batches)
+    counts = [len(of_protein) for of_protein in variants]
+    scores = [torch.zeros(n, dtype=torch.float64) for n in counts]
+    for number, part in own_batches:
+        found = variant_scores(sedd, wild_types[number], variants[number][part], tokens=tokens,
+                               dtype=dtype, ddp=alone)
+        scores[number][part] = torch.from_numpy(found)
+        beat(ddp)
+        if done is not None:
+            done(len(found), own_total)
+    of_all = all_sum(torch.cat(scores), ddp)     # of each variant one rank has the score
+    return [of_protein.numpy() for of_protein in of_all.split(counts)]
+
+
+def read_variants(path, sequence):
+    """[(text, [(place from 0, token), ...])] of a file with a variant per line: A12V, or A12V,G30S.
+
+    Raises: ValueError naming the line, also if the sequence has another letter at the place."""
+    found = []
+    problems = []
+    text = Path(path).read_text(encoding="utf-8-sig", errors="replace")
+    refuse_fasta(path, text)
+    if "mutation" in table_columns(text):
+        raise ValueError(f"{path} is a table, whose lines name their own wild types; expected a "
+                         "list, one variant per line, such as A12V,G30S; or the table without "
+                         "--score.")
+    for number, line in enumerate(text.splitlines(), 1):
+        words = re.findall(r"[^\s,;:+/]+", line.partition("#")[0])
+        try:
+            changes = [read_mutation(word, sequence) for word in words]
+            if len({place for place, _ in changes}) < len(changes):
+                raise ValueError(f"found one place twice in {line.strip():.80}; expected each "
+                                 "place of a variant once")
+        except ValueError as error:
+            problems.append(f"line {number}: {error}")
+            continue
+        if changes:
+            found.append((",".join(words).upper(), changes))
+    refuse_all(path, problems)
+    if not found:
+        raise ValueError(f"{path} holds no variant; expected one per line, such as A12V or "
+                         "A12V,G30S.")
+    return found
+
+
+def read_mutation(word, sequence):
+    """(place from 0, token) of a word such as A12V. ValueError if the sequence does not have it."""
+    parts = re.fullmatch(rf"([{AMINO_ACIDS}])(\d{{1,9}})([{AMINO_ACIDS}])", word.upper())
+    place = len(sequence)
+    if parts and int(parts[2]):
+        place = int(parts[2]) - 1
+    letter = sequence[place:place + 1]   # none before the first or after the last
+    if parts and letter == parts[1]:
+        return place, AMINO_ACIDS.index(parts[3])
+    reason = ""
+    if letter:
+        reason = f"; the sequence has {letter} there"
+    raise ValueError(f"found {word:.40}{reason}; expected such as A12V: a letter of the sequence, "
+                     f"its place from 1 to {len(sequence)}, the new letter")
