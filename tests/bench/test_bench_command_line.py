@@ -42,7 +42,7 @@ def test_what_a_bench_cannot_do_is_refused_in_one_line_before_it_measures(tmp_pa
         ("sedd", "optim.lr=1"): "unrecognized arguments: optim.lr=1",
         ("sedd", "--data=no.fasta"): "no.fasta does not exist",
         ("sedd", "--repeats=0"): "--repeats is 0; expected at least 1",
-        ("sample", "--models=x"): "--models: found x; expected sedd, mpnn",
+        ("sample", "--models=x"): "--models: found x; expected sedd, subs, mpnn",
         ("sample", "--batch=0"): "--batch [0], --lengths [100, 400]; expected numbers",
         ("save", "--nproc=1"): "unrecognized arguments: --nproc=1",   # it started itself for ever
         ("save", "--folder=no"): "--folder no is no folder; expected one that exists",

@@ -90,7 +90,7 @@ def test_a_wrong_line_is_named(row, said, small):
 @pytest.mark.parametrize("text, said", [
     ("", "holds no variant"), (TABLE, "holds no variant"),
     ("pdb_file,mut\nx.pdb,A1V\n", "A table has the column mutation"),
-    ("mutation,mutation\nA1V,A1V\n", "has no column mutation, or two"),
+    ("mutation,mutation\nA1V,A1V\n", "has the column mutation more than once"),
     (">a\nMKTA\n", "is a FASTA file"),
     (b"mutation\n\xff\n", "is no text in UTF-8")])
 def test_a_wrong_file_is_refused(text, said, tmp_path):
@@ -98,7 +98,8 @@ def test_a_wrong_file_is_refused(text, said, tmp_path):
 
 
 @pytest.mark.parametrize("text, said", [
-    ("M1A\n", "is a list; expected a table"), (TABLE.replace("ddg", "x"), "no column ddg, or two")])
+    ("M1A\n", "is a list; expected a table"),
+    (TABLE.replace("ddg", "x"), "has no column ddg; found")])
 def test_measured_values_need_their_column(text, said, tmp_path):
     assert said in refusal(write(tmp_path, text, "t.csv"), read_mutations, measured="ddg")
 
