@@ -80,14 +80,18 @@ def variant_scores(sedd, sequence, variants, **how):
     if len(row) > sedd.max_length:
         raise ValueError(f"the sequence has {len(row):,} residues, but the model was trained on at "
                          f"most {sedd.max_length:,}. Cut it to the part that is mutated.")
-    mutations = [(number, place, token) for number, changes in enumerate(variants)
-                 for place, token in sorted(changes)]   # in the order of predict_letters
-    numbers, places, tokens = np.array(mutations).T
+    mutations = [(number, place, token, k) for number, changes in enumerate(variants)
+                 for k, (place, token) in enumerate(sorted(changes))]
+    numbers, places, tokens, mask_of_row = np.array(mutations).T
     rows = np.tile(row, (len(variants), 1))
     rows[numbers, places] = mask_of(sedd)
+    # Variants of the same places, such as all letters at one place, are the same row.
+    rows, row_of = np.unique(rows, axis=0, return_inverse=True)
+    n_masks = (rows == mask_of(sedd)).sum(1)
+    first_mask = np.cumsum(n_masks) - n_masks       # of each row, in the order of predict_letters
     log_p = predict_letters(sedd, rows, **how)
-    each_mask = np.arange(len(mutations))
-    ratios = log_p[each_mask, tokens] - log_p[each_mask, row[places]]
+    mask = first_mask[row_of.reshape(-1)[numbers]] + mask_of_row
+    ratios = log_p[mask, tokens] - log_p[mask, row[places]]
     return np.bincount(numbers, ratios, len(variants))
 
 

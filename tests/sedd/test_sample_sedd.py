@@ -233,6 +233,24 @@ def test_a_variant_is_scored_by_the_ratio_of_its_letters():
     assert np.exp(ratios) == pytest.approx([20 / 1, 20 / 1 * 19 / 2], rel=1e-4)
 
 
+def test_variants_of_the_same_places_take_one_row(checkpoint):
+    sedd = load_sedd(checkpoint)
+    row = encode("MKTAYIAK")
+    variants = [[(5, 1), (2, 3)], [(2, 3)], [(2, 4)], [(5, 9), (2, 7)], [(2, 9)]]
+    seen = []
+    handle = sedd.model.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    ratios = variant_scores(sedd, "MKTAYIAK", variants)
+    handle.remove()
+    assert sum(map(len, seen)) == 2
+    for changes, ratio in zip(variants, ratios):
+        masked = row.copy()
+        masked[[place for place, _ in changes]] = sedd.graph.mask_id
+        log_p = predict_letters(sedd, masked[None])
+        expected = sum(log_p[k, token] - log_p[k, row[place]]
+                       for k, (place, token) in enumerate(sorted(changes)))
+        assert ratio == pytest.approx(expected, rel=1e-4)
+
+
 def test_without_a_mask_no_position_or_variant_is_scored():
     uniform = exact_model(P)._replace(graph=make_graph("uniform", N_TOKENS))
     with pytest.raises(ValueError, match="behind a mask, which the uniform graph does not"):
