@@ -346,7 +346,7 @@ def pairs_of_mutations(args):
 
 
 def describe_wild_type(args, rules, wild_type_is):
-    """Lines on the pairs with the wild type. ValueError if it is worse than nearly all variants by
+    """Lines on the score of the wild type. ValueError if it is worse than nearly all variants by
     a score that was not given: these pairs would teach the opposite.
 
     wild_type_is: {"better" or "worse": number of pairs}."""
@@ -361,8 +361,9 @@ def describe_wild_type(args, rules, wild_type_is):
             "it is better in some. Give the score that it has in this table (such as --wild_type "
             "1 for many scores of fitness, or --wild_type 0 if this is right), --against mutants, "
             "which needs none, or the other of --higher_is_better and --lower_is_better.")
-    return [f"wild type: score {rules.wild_type:g} (--wild_type), preferred in {better:,} of "
-            f"{total:,} pairs with it"]
+    # Of variants, not pairs: --per_structure may leave most of the pairs out.
+    return [f"wild type: score {rules.wild_type:g} (--wild_type), better than {better:,} of "
+            f"{total:,} variants"]
 
 
 def proteins_of(table, args):

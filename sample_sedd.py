@@ -747,9 +747,10 @@ def read_table(sedd, args, ddp):
     if table.has_sequences:
         proteins, skipped = place_on_sequences(table)
     elif table.names_structures:
+        names = {variant.cells["pdb_file"] for variant in table.variants}
+        refuse_overwriting(args, [table.path.parent / name for name in names])
         # Letters alone matter here: no other chains, and no other atoms than CA.
         proteins, skipped = place_all(table, see_all=False, ca_only=True)
-        refuse_overwriting(args, [Path(protein.structure.name) for protein in proteins])
     else:
         raise ValueError(f"{args.mutations} does not name the wild types of its variants; expected "
                          "--score FASTA with the one sequence of a list, or a table with the "

@@ -306,9 +306,7 @@ def sample(log_score_fn, graph, noise, shape, steps,   # noqa: PLR0913  (most ha
     for i in range(steps + 1):
         is_last = i == steps
         log_score = log_score_fn(xt, sigma[i].expand(B))
-        if log_score.shape != (*shape, V):
-            raise ValueError(f"log_score_fn returned {tuple(log_score.shape)}; expected "
-                             f"{(*shape, V)}, one log score per residue and token of the graph.")
+        _check_shape(log_score, (*shape, V))
         found_nan |= (log_score.isnan().any(-1) & ~held).any()
         score = _at_least_float32(log_score).exp()
         stay = _one_hot(xt, V, score.dtype)
@@ -364,6 +362,7 @@ def sample_scheduled(log_score_fn, graph, noise, shape, steps,   # noqa: PLR0913
         unmasked = step_of == i
         if unmasked.any():
             log_score = log_score_fn(xt, sigma[i].expand(B), unmasked)
+            _check_shape(log_score, (*shape, graph.vocab_size))
             rows, places = unmasked.nonzero().to(device).unbind(1)
             log_score = _at_least_float32(log_score[rows, places])              # (n, V)
             found_nan |= log_score.isnan().any()
@@ -419,6 +418,12 @@ def _returned_tokens(graph, forbidden, device):
         raise ValueError(f"forbidden = {tuple(forbidden)}; expected some of 0 to "
                          f"{graph.n_tokens - 1}.")
     return returned
+
+
+def _check_shape(log_score, expected):
+    if log_score.shape != expected:
+        raise ValueError(f"log_score_fn returned {tuple(log_score.shape)}; expected {expected}, "
+                         f"one log score per residue and token of the graph.")
 
 
 def _refuse_nan(found_nan):

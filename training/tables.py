@@ -64,9 +64,11 @@ def read_table_text(path: Path) -> str:
 
 
 def table_columns(text: str) -> list[str]:
-    """The words of the first line of a table's text, such as the names of its columns."""
+    """The words of the first line of a table's text, such as the names of its columns.
+
+    Semicolons separate too: so a table with these, which read_rows refuses, is known as one."""
     line = text.lstrip().partition("\n")[0]
-    return [cell.strip().strip('"') for cell in re.split("[,\t]", line)]
+    return [cell.strip().strip('"') for cell in re.split("[,;\t]", line)]
 
 
 def check_cells(row: dict) -> dict:

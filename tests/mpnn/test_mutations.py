@@ -91,6 +91,7 @@ def test_a_wrong_line_is_named(row, said, small):
     ("", "holds no variant"), (TABLE, "holds no variant"),
     ("pdb_file,mut\nx.pdb,A1V\n", "A table has the column mutation"),
     ("mutation,mutation\nA1V,A1V\n", "has the column mutation more than once"),
+    ("mutation;ddg\nA1V;1\n", "separated by semicolons"),
     (">a\nMKTA\n", "is a FASTA file"),
     (b"mutation\n\xff\n", "is no text in UTF-8")])
 def test_a_wrong_file_is_refused(text, said, tmp_path):

@@ -80,6 +80,8 @@ def test_an_output_that_cannot_be_written_is_named_in_one_sentence(tmp_path, cap
 @pytest.mark.parametrize("text, options, expected", [
     ("pdb,sequence,score,score,chain\nx.pdb,AAA,1,2,A\n", [], "the column score more than once"),
     (TABLE.replace(",", ";"), [], "line 1 is separated by semicolons"),
+    ("sequence;mutation;score\nMKT;M1A;1\n", ["--wild_type", "1", "--higher_is_better"],
+     "line 1 is separated by semicolons"),
     (TABLE + "x.pdb,AAA,1,\n", [], "line 2: found no chain"),
     ("pdb,sequence,score,chain,context\nx.pdb,AAA,1,A,B A\n", [], "found the chains A B A"),
     (TABLE + "x.pdb,AAA,1,A\nx.pdb,AA,2,A\n", [], "line 3: found 2 residues; expected 3"),
@@ -182,8 +184,8 @@ def test_a_wild_type_that_is_worse_than_all_variants_is_refused(tmp_path, capsys
 
 
 @pytest.mark.parametrize("options, said", [
-    (["--wild_type", "0"], "wild type: score 0 (--wild_type), preferred in 0 of 11 pairs with it"),
-    (["--wild_type", "1"], "wild type: score 1 (--wild_type), preferred in 12 of 12 pairs with it"),
+    (["--wild_type", "0"], "wild type: score 0 (--wild_type), better than 0 of 11 variants"),
+    (["--wild_type", "1"], "wild type: score 1 (--wild_type), better than 12 of 12 variants"),
     (["--against", "mutants"], "preferred: the higher score")])
 def test_what_is_said_of_the_wild_type_is_taken(options, said, tmp_path, capsys):
     pairs_of_table(tmp_path, FITNESS, "--higher_is_better", *options)

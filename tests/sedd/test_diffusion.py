@@ -382,7 +382,8 @@ def test_scheduled_sampling_keeps_the_fixed_residues():
 
 @pytest.mark.parametrize("graph, value, error, match", [
     (make_graph("uniform", 4), 0.0, ValueError, "uniform graph"),
-    (AbsorbingGraph(4), math.nan, RuntimeError, "NaN")], ids=["uniform", "nan"])
+    (AbsorbingGraph(7), 0.0, ValueError, "one log score per residue and token"),
+    (AbsorbingGraph(4), math.nan, RuntimeError, "NaN")], ids=["uniform", "shape", "nan"])
 def test_scheduled_sampling_refuses(graph, value, error, match):
     with pytest.raises(error, match=match):
         sample_scheduled(lambda xt, *_: torch.full((2, 3, 5), value), graph,

@@ -17,7 +17,7 @@ from mpnn.variant_tables import correlate_proteins
 from mpnn_cases import Atoms
 from sample_sedd import (cli, in_groups, like_lengths, reshape_choice, sample_sequences,
                          scaffold_templates, score_sequences)
-from sedd_cases import TrueScores, write_checkpoint
+from sedd_cases import NOISE, SIZES, TrueScores, write_checkpoint
 from sedd.diffusion import make_graph, make_noise
 from sedd.fast_cpu import scores_at_masks_only
 from sedd.weights import Sedd, export_sedd, load_sedd
@@ -101,6 +101,17 @@ def test_sequences_in_which_nothing_is_unmasked_take_no_pass(tmp_path):
         expected = sedd.model(xt, torch.ones(3))
     assert [len(rows) for rows in seen] == [1]
     torch.testing.assert_close(found[unmasked], expected[unmasked], rtol=1e-4, atol=1e-4)
+
+
+def test_masked_diffusion_takes_no_more_passes_than_residues_are_drawn(tmp_path):
+    config = {"model": {**SIZES, "parameterization": "subs"}, "graph": {"type": "absorb"},
+              "noise": NOISE, "data": {"max_length": 40}}
+    sedd = load_sedd(write_checkpoint(tmp_path / "subs.pt", config=config))
+    passes = []
+    sedd.model.register_forward_pre_hook(lambda *_: passes.append(1))
+    drawn, = sample_sequences(sedd, ["M___W"], steps=100)
+    assert re.fullmatch(f"M[{AMINO_ACIDS}]{{3}}W", drawn)
+    assert 1 <= len(passes) <= 3
 
 
 def test_a_scaffold_keeps_letters_and_draws_each_length_in_its_range():
@@ -430,7 +441,7 @@ def test_variants_that_do_not_fit_are_named_and_left_out(mutations, capsys):
     (TABLE, ["--samples", "4"], "found --samples, which --mutations does not use"),
     (TABLE, ["--out", "t.csv"], "the result would overwrite t.csv"),
     ("pdb_file,mutation\ntwo.pdb,G1A\n", ["--out", "o.csv"], "has the protein chains A B"),
-    ("pdb_file,chain,mutation\ntwo.pdb,A,G1A\n", ["--out", "two.pdb"],
+    ("pdb_file,chain,mutation\ntwo.pdb,A,W1A\n", ["--out", "two.pdb"],   # though W1A does not fit
      "the result would overwrite two.pdb")])
 def test_a_table_that_cannot_be_scored_is_refused_before_anything_is_written(
         mutations, tmp_path, capsys, text, words, expected):
