@@ -104,8 +104,8 @@ def score_proteins(sedd, wild_types, variants, done=None, tokens=16384, dtype=to
     Args:
         wild_types: texts.
         variants: of each, lists of (place from 0, token).
-        done: called after each batch of this rank: with its variants, and with those of all batches
-            of this rank.
+        done: called after each batch of this rank, with the number of its variants, and of those in
+            all batches of this rank.
         tokens: positions in a batch.
     """
     ddp = ddp or Ddp(device=next(sedd.model.parameters()).device)
