@@ -309,6 +309,7 @@ def pairs_of_mutations(args):
     """As pairs_of_designs, of a table of mutations; number of its variants; proteins held out;
     lines to print on the wild type."""
     table = read_mutations(args.table, args.score)
+    check_output(args, table.structures)
     proteins = proteins_of(table, args)
     held_out = []
     if args.hold_out is not None:
@@ -518,15 +519,14 @@ def held_out_file(pairs: Path) -> Path:
     return pairs.with_name(f"{pairs.stem}_held_out.csv")
 
 
-def check_output(args, found):
-    """ValueError for a file to write that is also read."""
+def check_output(args, structures):
+    """ValueError for a file to write that is also read. structures: paths."""
     written = [args.pairs]
     if args.hold_out is not None:
         written.append(held_out_file(args.pairs))
-    structures = [place.structure for place, _, _ in found if place.structure.is_file()]
     for path in (args.table, *structures):
         for output in written:
-            if output.exists() and output.samefile(path):
+            if output.exists() and path.exists() and output.samefile(path):
                 raise ValueError(f"{output} is the table or a structure that it names; "
                                  "expected another file to write.")
     for output in written:
@@ -567,7 +567,7 @@ def main(argv):
         args = make_parser().parse_args(argv)
         check_options(args)
         found, n_sequences, held_out, notes = make_all(args)
-        check_output(args, found)
+        check_output(args, [place.structure for place, _, _ in found])
         entries, counts = make_entries(found, args)
         if args.pairs.suffix.lower() == ".jsonl":
             text = "\n".join(json.dumps(entry) for entry in entries)

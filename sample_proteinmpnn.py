@@ -758,6 +758,8 @@ def read_variants(args, ca_only):
         return [all_single_mutations(design, path) for design, path in zip(designs, paths)]
     table = read_mutations(args.mutations, args.measured)
     check_no_score(table)
+    if args.out:    # also those of which no variant fits
+        refuse_inputs([args.out], table.structures)
     if table.names_structures == bool(args.structures) or len(args.structures) > 1:
         raise ValueError(f"found {len(args.structures)} structure(s) on the command line, and "
                          f"{args.mutations} {'with' if table.names_structures else 'without'} a "

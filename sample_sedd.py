@@ -747,8 +747,7 @@ def read_table(sedd, args, ddp):
     if table.has_sequences:
         proteins, skipped = place_on_sequences(table)
     elif table.names_structures:
-        names = {variant.cells["pdb_file"] for variant in table.variants}
-        refuse_overwriting(args, [table.path.parent / name for name in names])
+        refuse_overwriting(args, table.structures)
         # Letters alone matter here: no other chains, and no other atoms than CA.
         proteins, skipped = place_all(table, see_all=False, ca_only=True)
     else:

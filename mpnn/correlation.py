@@ -67,14 +67,11 @@ def correlate(scores: Sequence[float], measured: Sequence[float], proteins: Sequ
     for number, name in enumerate(names):
         here = protein == number
         if here.sum() >= LEAST:
-            draws = random.multinomial(here.sum(), np.full(here.sum(), 1 / here.sum()), N_DRAWS)
             own = np.arange(here.sum())
-            of_each[str(name)] = estimate(scores[here], measured[here], draws, own)
-    # How often each protein is drawn. With one protein, its mutations are drawn instead.
+            of_each[str(name)] = estimate(scores[here], measured[here], random, own)
+    # Whole proteins are drawn. With one protein, its mutations are drawn instead.
     unit = protein if len(names) > 1 else np.arange(len(scores))
-    n_units = unit.max() + 1
-    draws = random.multinomial(n_units, np.full(n_units, 1 / n_units), N_DRAWS)
-    overall = estimate(scores, measured, draws, unit)
+    overall = estimate(scores, measured, random, unit)
     values = np.array([found.value for found in of_each.values() if np.isfinite(found.value)])
     mean = None
     if len(values):
@@ -83,14 +80,18 @@ def correlate(scores: Sequence[float], measured: Sequence[float], proteins: Sequ
     return Report(overall, mean, of_each, len(names))
 
 
-def estimate(x, y, draws, unit):
-    """Estimate of Spearman's correlation of x and y (n,).
+def estimate(x, y, random, unit):
+    """Estimate of Spearman's correlation of x and y (n,), by the draws of a random generator.
 
-    draws: (D, U) how often each unit is drawn. unit: (n,) number of the unit of each value."""
+    unit: (n,) number of the unit of each value; units are drawn, with all their values."""
     value, = spearman(x, y, np.ones((1, len(x))))
+    n_units = unit.max() + 1
+    evenly = np.full(n_units, 1 / n_units)
     size = max(MOST_NUMBERS // len(x), 1)
-    parts = [spearman(x, y, draws[first:first + size][:, unit])
-             for first in range(0, len(draws), size)]
+    parts = []
+    for first in range(0, N_DRAWS, size):
+        times = random.multinomial(n_units, evenly, min(size, N_DRAWS - first))
+        parts.append(spearman(x, y, times[:, unit]))
     return Estimate(float(value), *interval(np.concatenate(parts)), len(x))
 
 

@@ -63,6 +63,14 @@ class MutationTable(NamedTuple):
         return "pdb_file" in self.variants[0].cells
 
     @property
+    def structures(self) -> list[Path]:
+        """The files that it names, each once."""
+        if not self.names_structures:
+            return []
+        names = {variant.cells["pdb_file"]: None for variant in self.variants}
+        return [self.path.parent / name for name in names]
+
+    @property
     def has_sequences(self) -> bool:
         """Whether wild types are given as sequences, and no structures."""
         return "sequence" in self.variants[0].cells and not self.names_structures
@@ -283,6 +291,9 @@ def find_residues(mutations: tuple[Mutation, ...], chain: Chain) -> list[tuple[i
 def rows_of(path, measured):
     """[(line number, {column: text})] of a table, or of a list as a table with one column."""
     text = read_table_text(path)
+    if measured == "":
+        raise ValueError("found an empty name of the column of measured values; expected one of "
+                         f"those in line 1 of {path}.")
     if "mutation" in table_columns(text):
         required = ["mutation"]
         if measured:
@@ -290,7 +301,7 @@ def rows_of(path, measured):
         return read_rows(path, required, OPTIONAL)
     if measured:
         raise ValueError(f"{path} is a list; expected a table with the columns mutation and "
-                         f"{measured} in line 1.")
+                         f"{measured} in line 1, so spelt.")
     refuse_fasta(path, text)
     rows = []
     for number, line in enumerate(text.splitlines(), 1):

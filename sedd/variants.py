@@ -9,6 +9,8 @@ The score of a variant is ln p(mutant letter) - ln p(wild-type letter), summed o
 positions, all masked at once, given the rest of the wild type: above 0 if the model prefers the
 mutant. Writes nothing.
 """
+import collections
+import itertools
 import math
 import re
 from pathlib import Path
@@ -113,21 +115,34 @@ def score_proteins(sedd, wild_types, variants, done=None, tokens=16384, dtype=to
     batches = []
     for number, sequence in enumerate(wild_types):
         size = max(tokens // len(sequence), 1)
-        firsts = range(0, len(variants[number]), size)
-        batches += [(number, slice(first, first + size)) for first in firsts]
+        batches += [(number, part) for part in batches_by_places(variants[number], size)]
     own_batches = batches[ddp.rank::ddp.world_size]
-    own_total = sum(len(variants[number][part]) for number, part in own_batches)
+    own_total = sum(len(part) for _, part in own_batches)
     counts = [len(of_protein) for of_protein in variants]
     scores = [torch.zeros(n, dtype=torch.float64) for n in counts]
     for number, part in own_batches:
-        found = variant_scores(sedd, wild_types[number], variants[number][part], tokens=tokens,
-                               dtype=dtype, ddp=alone)
+        of_part = [variants[number][k] for k in part]
+        found = variant_scores(sedd, wild_types[number], of_part, tokens=tokens, dtype=dtype,
+                               ddp=alone)
         scores[number][part] = torch.from_numpy(found)
         beat(ddp)
         if done is not None:
             done(len(found), own_total)
     of_all = all_sum(torch.cat(scores), ddp)     # of each variant one rank has the score
     return [of_protein.numpy() for of_protein in of_all.split(counts)]
+
+
+def batches_by_places(variants, size):
+    """Lists of numbers of variants, from 0, that mutate at most `size` different sets of places.
+
+    Variants of the same places, which need one pass of the network, are in the same list, wherever
+    they stand. variants: lists of (place, token)."""
+    of_places = collections.defaultdict(list)
+    for number, changes in enumerate(variants):
+        of_places[tuple(sorted(place for place, _ in changes))].append(number)
+    groups = list(of_places.values())
+    return [list(itertools.chain.from_iterable(groups[first:first + size]))
+            for first in range(0, len(groups), size)]
 
 
 def read_variants(path, sequence):

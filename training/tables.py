@@ -31,10 +31,11 @@ def read_rows(path: Path, required: Sequence[str],
     try:
         dialect = "excel-tab" if "\t" in text.partition("\n")[0] else "excel"
         rows = csv.DictReader(io.StringIO(text, newline=""), dialect=dialect, skipinitialspace=True)
+        rows.fieldnames = [name.strip() for name in rows.fieldnames or []]
         found = [(rows.line_num, row) for row in rows]
     except csv.Error as error:
         raise ValueError(f"{path} is no table: {error}; expected CSV in UTF-8.") from None
-    check_columns(path, rows.fieldnames or [], required, optional)
+    check_columns(path, rows.fieldnames, required, optional)
     return found
 
 

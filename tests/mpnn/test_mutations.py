@@ -23,7 +23,7 @@ def test_a_list_has_a_variant_per_line(tmp_path):
     assert not table.names_structures
 
 
-@pytest.mark.parametrize("comma", [",", "\t"])
+@pytest.mark.parametrize("comma", [",", "\t", " , "])
 def test_a_table_keeps_its_other_columns(small, comma):
     path = write(small, (TABLE + "small.pdb, A ,M1A,1.5\nsmall.pdb,A,K2R,\n").replace(",", comma),
                  "table.csv")
@@ -96,6 +96,11 @@ def test_a_wrong_line_is_named(row, said, small):
     (b"mutation\n\xff\n", "is no text in UTF-8")])
 def test_a_wrong_file_is_refused(text, said, tmp_path):
     assert said in refusal(write(tmp_path, text, "t.csv"), read_mutations)
+
+
+def test_the_column_of_measured_values_needs_a_name(tmp_path):
+    path = write(tmp_path, TABLE + "x.pdb,A,M1A,1\n", "t.csv")
+    assert "found an empty name of the column" in refusal(path, read_mutations, measured="")
 
 
 @pytest.mark.parametrize("text, said", [

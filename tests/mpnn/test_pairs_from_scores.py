@@ -55,6 +55,14 @@ def test_the_pairs_are_those_that_training_reads(tmp_path, capsys):
         assert f"{path.name} is the table or a structure" in capsys.readouterr().err
 
 
+def test_a_structure_of_which_no_mutation_fits_is_not_written_over(small, capsys):
+    (small / "other.pdb").write_bytes((small / "small.pdb").read_bytes())
+    text = "pdb_file,chain,mutation,score\nsmall.pdb,A,M1A,1\nother.pdb,A,W999A,2\n"
+    assert run(small, text, "--higher_is_better", name="other.pdb") == 2
+    assert "other.pdb is the table or a structure" in capsys.readouterr().err
+    assert (small / "other.pdb").read_bytes() == (small / "small.pdb").read_bytes()
+
+
 def test_the_cap_is_for_a_structure_and_context_chains_become_fixed_chains(tmp_path):
     rows = [f"{path},{text},{score},{chain},{context}\n" for path, chain, context in (
         ("x.pdb", "A", "B C"), ("x.pdb", "B", ""), ("./x.pdb", "A", "C  B"))

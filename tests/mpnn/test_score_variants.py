@@ -172,6 +172,14 @@ def test_options_that_do_not_fit_are_refused(options, said, score, folder):
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 
+def test_a_structure_of_which_no_variant_fits_is_not_written_over(score, folder):
+    before = (folder / "two.pdb").read_bytes()
+    _, err = score("pdb_file,chain,mutation\none.pdb,A,K11W\ntwo.pdb,A,W999A\n", "--out",
+                   "two.pdb", code=2)
+    assert "which is the input two.pdb" in err
+    assert (folder / "two.pdb").read_bytes() == before
+
+
 @pytest.mark.parametrize("options, said", [
     ("one.pdb --measured ddg", "found --measured without --mutations"),
     ("one.pdb --correct_unfolded", "found --correct_unfolded without --mutations or --scan"),

@@ -22,7 +22,8 @@ from sedd.diffusion import make_graph, make_noise
 from sedd.fast_cpu import scores_at_masks_only
 from sedd.weights import Sedd, export_sedd, load_sedd
 from sedd.sequences import AMINO_ACIDS, N_TOKENS, encode
-from sedd.variants import predict_letters, residue_scores, score_proteins, variant_scores
+from sedd.variants import (batches_by_places, predict_letters, residue_scores, score_proteins,
+                           variant_scores)
 from training_runs import one_thread  # noqa: F401 (a fixture for all)
 
 @pytest.fixture(scope="module")
@@ -412,6 +413,11 @@ def test_batches_of_variants_do_not_change_their_scores(checkpoint):
     assert found[0] == pytest.approx(variant_scores(sedd, "AKTCYIGKQ", variants[0]), rel=1e-4)
     assert found[1] == pytest.approx(variant_scores(sedd, "GSHHW", variants[1]), rel=1e-4)
     assert told == [(3, 10), (3, 10), (2, 10), (2, 10)]
+
+
+def test_variants_of_the_same_places_are_scored_together_wherever_they_stand():
+    variants = [[(0, 1)], [(2, 3)], [(4, 5), (1, 2)], [(0, 7)], [(1, 8), (4, 0)]]
+    assert batches_by_places(variants, 2) == [[0, 3, 1], [2, 4]]
 
 
 def test_variants_that_do_not_fit_are_named_and_left_out(mutations, capsys):
