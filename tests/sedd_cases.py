@@ -4,10 +4,12 @@ import itertools
 import pytest
 import torch
 
+from sample_sedd import sample_sequences
 from sedd.diffusion import make_graph, make_noise
 from sedd.model import EMA, SEDD
 from sedd.sequences import N_TOKENS
-from sedd.weights import model_of
+from sedd.variants import score_proteins
+from sedd.weights import load_sedd, model_of
 
 BOTH_GRAPHS = pytest.mark.parametrize("graph_name", ["absorb", "uniform"])
 CASES = pytest.mark.parametrize("graph_name, noise_name", list(itertools.product(
@@ -90,3 +92,12 @@ def write_checkpoint(path, graph="absorb", reduction="residue", **more):
                 "letters": [*range(100, 121)], "lengths": [LENGTHS.get(n, 0) for n in range(32)],
                 **more}, path)
     return path
+
+
+def draw_and_score(path, out, ddp):
+    """Save proteins that the model in a file draws, and its scores of variants: (list, tensor)."""
+    sedd = load_sedd(path, device=ddp.device)
+    drawn = sample_sequences(sedd, ["_" * 30, "M____W", "_" * 9] * 9, 12, tokens=400, ddp=ddp)
+    scores, = score_proteins(sedd, ["MKTAYIAKQ"], [[[(0, 0)], [(0, 2)], [(1, 18), (8, 0)]]],
+                             ddp=ddp)
+    torch.save((drawn, torch.from_numpy(scores)), out)

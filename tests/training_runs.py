@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils import backend_registration
 from torch.utils._pytree import tree_flatten
 
 import train_dpo_ddp
@@ -136,6 +137,11 @@ def gradients(model, schedule, dataset, loss_of, ddp, whole=None, static=False):
                       **{name: p.grad.clone() for name, p in model.named_parameters()}})
         model.zero_grad()
     return found
+
+
+needs_pretended_device = pytest.mark.skipif(
+    not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
+    reason="this torch takes no device written in Python")
 
 
 def on_ranks(n, module, expression, folder):

@@ -11,19 +11,21 @@ import pytest
 import torch
 
 from launchers import ROOT, fork_ranks
+from ddp_setup import Ddp
 import sample_sedd
 from mpnn.mutations import place_on_sequences, read_mutations
 from mpnn.variant_tables import correlate_proteins
 from mpnn_cases import Atoms
 from sample_sedd import (cli, in_groups, like_lengths, reshape_choice, sample_sequences,
                          scaffold_templates, score_sequences)
-from sedd_cases import NOISE, SIZES, TrueScores, write_checkpoint
+from sedd_cases import NOISE, SIZES, TrueScores, draw_and_score, write_checkpoint
 from sedd.diffusion import make_graph, make_noise
 from sedd.fast_cpu import scores_at_masks_only
 from sedd.weights import Sedd, export_sedd, load_sedd
 from sedd.sequences import AMINO_ACIDS, N_TOKENS, encode
 from sedd.variants import (batches_by_places, predict_letters, residue_scores, score_proteins,
                            variant_scores)
+from training_runs import needs_pretended_device, on_ranks
 from training_runs import one_thread  # noqa: F401 (a fixture for all)
 
 @pytest.fixture(scope="module")
@@ -104,15 +106,33 @@ def test_sequences_in_which_nothing_is_unmasked_take_no_pass(tmp_path):
     torch.testing.assert_close(found[unmasked], expected[unmasked], rtol=1e-4, atol=1e-4)
 
 
+def model_file(folder, parameterization):
+    config = {"model": {**SIZES, "parameterization": parameterization},
+              "graph": {"type": "absorb"}, "noise": NOISE, "data": {"max_length": 40}}
+    return write_checkpoint(folder / f"{parameterization}.pt", config=config)
+
+
 def test_masked_diffusion_takes_no_more_passes_than_residues_are_drawn(tmp_path):
-    config = {"model": {**SIZES, "parameterization": "subs"}, "graph": {"type": "absorb"},
-              "noise": NOISE, "data": {"max_length": 40}}
-    sedd = load_sedd(write_checkpoint(tmp_path / "subs.pt", config=config))
+    sedd = load_sedd(model_file(tmp_path, "subs"))
     passes = []
     sedd.model.register_forward_pre_hook(lambda *_: passes.append(1))
     drawn, = sample_sequences(sedd, ["M___W"], steps=100)
     assert re.fullmatch(f"M[{AMINO_ACIDS}]{{3}}W", drawn)
     assert 1 <= len(passes) <= 3
+
+
+@pytest.mark.slow
+@needs_pretended_device
+@pytest.mark.parametrize("parameterization", ["sedd", "subs"])
+def test_a_device_draws_and_scores_as_the_cpu_does(parameterization, tmp_path):
+    path = model_file(tmp_path, parameterization)
+    call = f"on_device(draw_and_score, {str(path)!r}, 'device.pt', ddp=ddp)"
+    on_ranks(1, "pretended_device", call, tmp_path)
+    draw_and_score(path, tmp_path / "cpu.pt", Ddp())
+    drawn, scores = torch.load(tmp_path / "device.pt")
+    expected, expected_scores = torch.load(tmp_path / "cpu.pt")
+    assert drawn == expected
+    torch.testing.assert_close(scores, expected_scores, rtol=1e-4, atol=1e-4)
 
 
 def test_a_scaffold_keeps_letters_and_draws_each_length_in_its_range():

@@ -12,7 +12,6 @@ import types
 
 import pytest
 import torch
-from torch.utils import backend_registration
 
 from ddp_setup import Ddp, all_sum, load_checkpoint, wrap_ddp
 from launchers import ROOT
@@ -25,8 +24,8 @@ from sedd.fast_cpu import speed_up
 from sedd.model import SEDD
 from training.loop import (after_step, check_rate, open_batches, read_totals, record_score,
                            scale_for_batch, take_step)
-from training_runs import (SCRIPTS, dataset_of, loss_of, losses, on_ranks, take_steps,
-                           train)
+from training_runs import (SCRIPTS, dataset_of, loss_of, losses, needs_pretended_device, on_ranks,
+                           take_steps, train)
 
 
 # ---- the step ----
@@ -194,9 +193,6 @@ STEPS = {
            "data.demo_structures=6 data.demo_pairs=5 model.random.hidden_size=16 "
            "model.random.n_encoder=1 model.random.n_decoder=1"}
 STEPS["sedd muon"] += STEPS["sedd"]
-needs_pretended_device = pytest.mark.skipif(
-    not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
-    reason="this torch takes no device written in Python")
 
 
 @needs_pretended_device
