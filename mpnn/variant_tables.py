@@ -100,11 +100,15 @@ def table_text(proteins: list[Protein], scores: list[np.ndarray],
 
 
 def check_measured(proteins: list[Protein], column: str) -> None:
-    """ValueError for fewer measured values than correlate_proteins needs."""
-    n = sum(math.isfinite(variant.measured) for protein in proteins for variant in protein.variants)
-    if n < FEWEST:
-        raise ValueError(f"found {n} variants with a value in the column {column}; expected at "
-                         f"least {FEWEST} to correlate.")
+    """ValueError for fewer measured values than correlate_proteins needs, or if all are equal."""
+    values = [variant.measured for protein in proteins for variant in protein.variants
+              if math.isfinite(variant.measured)]
+    if len(values) < FEWEST:
+        raise ValueError(f"found {len(values)} variants with a value in the column {column}; "
+                         f"expected at least {FEWEST} to correlate.")
+    if len(set(values)) == 1:
+        raise ValueError(f"found {values[0]:g} as {column} of all {len(values):,} variants; "
+                         "expected different values to correlate.")
 
 
 def correlate_proteins(proteins: list[Protein], scores: list[np.ndarray],

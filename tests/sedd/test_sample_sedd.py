@@ -462,6 +462,8 @@ def test_variants_that_do_not_fit_are_named_and_left_out(mutations, capsys):
      "has 41 residues, but the model was trained on at most 40"),
     ("sequence,mutation\nMKT,A1W\n", [], "no variant fits its sequence"),
     ("sequence,mutation,ddg\nMKT,M1W,1\nMKT,K2A,2\n", ["--measured", "ddg"], "found 2 variants"),
+    ("sequence,mutation,ddg\n" + "MKT,M1W,1\n" * 3, ["--measured", "ddg"],
+     "found 1 as ddg of all 3 variants; expected different values"),
     (TABLE, ["--length", "9"], "found --length, which --mutations does not use"),
     (TABLE, ["--export", "e"], "found --mutations, which --export does not use"),
     (TABLE, ["--samples", "4"], "found --samples, which --mutations does not use"),
