@@ -61,7 +61,7 @@ DEMO_BASE = ["data.max_length=30", "data.demo_proteins=6000", "monitoring.n_samp
              "training.eval_freq=10000", "training.n_iters=500", "model.hidden_size=64",
              "model.n_blocks=2", "model.n_heads=2", "model.cond_dim=32"]
 DEMO_KEYS = [f"loss.beta={BETA}", "training.num_epochs=2", "training.batch_size=16",
-             "data.val_fraction=0", "optim.lr=1e-3", "optim.warmup=10", "optim.decay=linear",
+             "data.val_fraction=0", "optim.lr=5e-4", "optim.warmup=10", "optim.decay=linear",
              "monitoring.n_designs=0", "estimator.samples=16", "training.log_freq=50"]
 
 
