@@ -30,7 +30,7 @@ class Estimate(NamedTuple):
 class Report(NamedTuple):
     """Spearman's correlations."""
     overall: Estimate               # of all mutations together
-    mean: Estimate | None           # of those of proteins; None if no protein has LEAST mutations
+    mean: Estimate | None           # of those of proteins; None if fewer than two have LEAST
     proteins: dict[str, Estimate]   # of each protein with at least LEAST mutations
     n_proteins: int
 
@@ -74,7 +74,7 @@ def correlate(scores: Sequence[float], measured: Sequence[float], proteins: Sequ
     overall = estimate(scores, measured, random, unit)
     values = np.array([found.value for found in of_each.values() if np.isfinite(found.value)])
     mean = None
-    if len(values):
+    if len(values) > 1:     # that of one protein would be said to be certain
         means = random.choice(values, (N_DRAWS, len(values))).mean(1)
         mean = Estimate(float(values.mean()), *interval(means), len(values))
     return Report(overall, mean, of_each, len(names))

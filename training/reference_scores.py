@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from ddp_setup import Ddp, broadcast, load_checkpoint, print0, save_checkpoint
+from ddp_setup import Ddp, broadcast, load_checkpoint, save_checkpoint
+from training.plan import print_lines
 from training.resume import is_dense
 
 WITHOUT_REFERENCE = ("reference_free", "simpo")   # losses that need no reference model
@@ -73,8 +74,8 @@ def make_tables(run, ddp):
     if reference.is_fixed and reference.needed:
         reference.table, source = reference.precompute(run.pairs, run.base, folder,
                                                         "training pairs")
-        print0(ddp, f"reference, training pairs: {source}")
+        print_lines(ddp, [f"reference, training pairs: {source}"])
     if validation is not None and reference.needed:
         validation.table, source = reference.precompute(validation.pairs, run.base, folder,
                                                          "validation pairs")
-        print0(ddp, f"reference, validation pairs: {source}")
+        print_lines(ddp, [f"reference, validation pairs: {source}"])

@@ -34,12 +34,17 @@ def test_equal_scores_have_no_correlation():
 
 
 def test_proteins_with_few_mutations_have_no_correlation_of_their_own():
-    scores = [*range(10), *range(9)]
-    names = ["large"] * 10 + ["small"] * 9
+    scores = [*range(10), *range(10), *range(9)]
+    names = ["large"] * 10 + ["larger"] * 10 + ["small"] * 9
     report = correlate(scores, [-score for score in scores], names)
-    assert list(report.proteins) == ["large"]
-    assert report.mean == (-1, -1, -1, 1)
-    assert report.overall == (-1, -1, -1, 19)
+    assert list(report.proteins) == ["large", "larger"]
+    assert report.mean == (-1, -1, -1, 2)
+    assert report.overall == (-1, -1, -1, 29)
+
+
+def test_one_protein_has_no_mean_of_proteins():
+    scores = [*range(10), *range(9)]
+    assert correlate(scores, scores, ["large"] * 10 + ["small"] * 9).mean is None
 
 
 def test_the_interval_holds_the_value_of_the_population_19_times_in_20(monkeypatch):
