@@ -363,8 +363,9 @@ def describe_wild_type(args, rules, wild_type_is):
             "1 for many scores of fitness, or --wild_type 0 if this is right), --against mutants, "
             "which needs none, or the other of --higher_is_better and --lower_is_better.")
     # Of variants, not pairs: --per_structure may leave most of the pairs out.
+    differ = " that differ by --margin" if rules.margin else ""
     return [f"wild type: score {rules.wild_type:g} (--wild_type), better than {better:,} of "
-            f"{total:,} variants"]
+            f"{total:,} variants{differ}"]
 
 
 def proteins_of(table, args):

@@ -246,16 +246,17 @@ class Reference:
         batch = self.to_device(batch)
         return batch, *self.run_policy(model, batch)
 
-    def precompute(self, pairs, weights_hash, folder, what):
+    def precompute(self, pairs, base_hash, folder, what):
         """Parts (n, K, 2) of all pairs, by noise that is the same in all epochs, from a file in
-        `folder`, or else computed and written there. what: of which pairs, for the progress bar.
+        `folder`, or else computed and written there. base_hash: of the base's weights and settings.
+        what: of which pairs, for the progress bar.
 
         Returns: (parts, text that says where they come from)."""
         def compute():
             return self.compute_parts(pairs, what)
 
         estimator = self.config.estimator
-        content = (CACHE_FORMAT, weights_hash, settings_of(self.sedd),
+        content = (CACHE_FORMAT, base_hash,
                    self.config.training.seed, estimator.samples, estimator.share,
                    self.config.training.batch_size, self.ddp.device.type,
                    torch.__version__,   # other versions round differently: no log 2 at step 0

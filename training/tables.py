@@ -47,7 +47,7 @@ def check_columns(path, columns, required, optional):
     times = collections.Counter(columns)
     missing = [name for name in required if not times[name]]
     if missing:
-        names = ", ".join(map(str, columns[:MAX_LISTED])) or "nothing"
+        names = ", ".join(columns[:MAX_LISTED]) or "nothing"
         raise ValueError(f"{path} has no column {', '.join(missing)}; found {names:.200}; expected "
                          f"each of {', '.join(required)} once in line 1, separated by commas or "
                          "tabs.")
