@@ -55,8 +55,8 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from ddp_setup import (BAD_INPUT, Ddp, abort, all_sum, autocast, barrier, print0, printing,
-                       setup_ddp)
+from ddp_setup import (BAD_INPUT, Ddp, abort, all_sum, autocast, barrier, note_progress, print0,
+                       printing, setup_ddp)
 from sedd.report import report, sequences_of
 from training.config import Parser
 from training.files import check_writable, write_text_atomic
@@ -77,7 +77,6 @@ from sedd.batches import eval_batches
 from sedd.sequences import (AMINO_ACIDS, X_ID, Proteins, decode, encode, keyed_generator,
                             keyed_seed, named_sequences)
 from sedd.variants import read_variants, residue_scores, score_proteins, variant_scores
-from training.watch import beat
 
 FREE = "_"              # marks a position of a template that is to be sampled
 BLOCK = 2000            # sequences that are scored together; results are written block by block
@@ -137,7 +136,7 @@ def sample_sequences(sedd, templates, steps=128,   # noqa: PLR0913  (all have a 
         network = in_groups(sedd, lengths[indices])
 
         def log_score(xt, sigma, unmasked=None, network=network):
-            beat(ddp)
+            note_progress(ddp)
             scores = network(xt, sigma, unmasked)
             if shaped:
                 return reshape_choice(scores, xt, sedd.graph.mask_id, temperature, top_p)

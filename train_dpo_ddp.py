@@ -40,7 +40,7 @@ from training.config import (CommonMemory, CommonMonitoring, CommonOptim, Common
                              DdpSection, Parser, check_common, check_least, config_items,
                              load_config, refuse)
 from training.finish import finish_run, say_finished
-from training.folder import check_lock, take_folder
+from training.folder import take_folder
 from training.log import open_log
 from training.loop import (N_SCALARS, Run, after_step, check_alike, clip_gradient, fetch,
                            global_gradient, is_finished, open_batches, set_learning_rate,
@@ -501,7 +501,6 @@ def train(run, ddp):  # noqa: C901  (the loop of a run on one screen, in the ord
         if is_last and not progress["finished"]:
             progress["finished"] = "all steps done"
         if report:
-            check_lock(run, ddp)
             log.metrics(step, values, run.meter.histograms)
         if is_whole_epoch:
             run.sums.zero_()

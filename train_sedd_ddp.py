@@ -46,7 +46,7 @@ from training.command_line import (add_run_arguments, exit_with, preparing, prin
 from training.config import (CommonMemory, CommonMonitoring, CommonOptim, CommonTraining,
                              DdpSection, Parser, check_common, check_least, load_config, refuse)
 from training.finish import finish_run, say_finished
-from training.folder import check_lock, take_folder
+from training.folder import take_folder
 from training.log import open_log
 from training.loop import (Run, after_step, check_alike, clip_gradient, fetch, global_gradient,
                            is_finished, open_batches, set_learning_rate, start_run, step_optimizer)
@@ -418,7 +418,6 @@ def train(run, ddp):  # noqa: C901  (the loop of a run on one screen, in the ord
         if is_last and not progress["finished"]:
             progress["finished"] = "all steps done"
         if report:
-            check_lock(run, ddp)
             log.metrics(step, values, run.meter.histograms)
         sample_every = config.monitoring.sample_frequency   # 0: only at the end
         if progress["finished"] or (sample_every and step % sample_every == 0):

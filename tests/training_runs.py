@@ -14,7 +14,7 @@ import train_sedd_ddp
 from ddp_setup import load_checkpoint, wrap_ddp
 from launchers import ROOT, fork_ranks
 from training.config import load_config
-from training.finish import prepare_and_train
+from training.command_line import prepare_and_train
 from training.loop import global_gradient, open_batches, take_step
 from training.reference_scores import make_tables
 

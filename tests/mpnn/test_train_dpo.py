@@ -19,7 +19,7 @@ from launchers import fork_ranks, need, run_ranks
 from mpnn.model import (ALPHABET, ProteinMPNN, from_checkpoint, load_proteinmpnn,
                         random_proteinmpnn, to_checkpoint)
 from training.config import load_config
-from training.finish import prepare_and_train
+from training.command_line import prepare_and_train
 from training.resume import hash_of
 from sedd.sequences import decode
 from mpnn.batches import make_batch, orders_of

@@ -17,7 +17,7 @@ from sedd_cases import NOISE, SIZES, write_checkpoint
 from train_dpo_ddp import (Config, MicroBatchDataset, check_config, describe_plan,
                            micro_batch_loss, objective, prepare, train)
 from training.config import load_config
-from training.finish import prepare_and_train
+from training.command_line import prepare_and_train
 from training.loop import MicroBatchSampler
 from training.pair_plan import PairPlan
 from training.resume import hash_of

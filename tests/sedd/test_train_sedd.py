@@ -30,7 +30,7 @@ import train_dpo_ddp
 import train_sedd_ddp
 from training.config import config_to_dict, dump_yaml, load_config
 from training.loop import Diverged
-from training.finish import prepare_and_train
+from training.command_line import prepare_and_train
 from training.folder import replace_status
 from sedd.diffusion import make_graph, make_noise, score_entropy_loss
 from sedd.demo import DemoSource
