@@ -183,8 +183,8 @@ class Config:
     monitoring: Monitoring = field(default_factory=Monitoring)
 
 
-# What a resumed run may change, beside the number of ranks (accum is adapted). Files of data and
-# base weights may move: their content is compared. max_length can only refuse pairs.
+# What a resumed run may change, beside the number of ranks. Files of data and base weights may
+# move: their content is compared. max_length can only refuse pairs.
 MAY_CHANGE = (*MAY_ALWAYS_CHANGE, "memory.structure_cache_mb", "monitoring.fall",
               "monitoring.n_designs", "monitoring.design_temperature", "data.reference_cache",
               "data.train_data", "data.val_data", "data.max_length", "model.base_model_name",
@@ -535,9 +535,10 @@ def report_step(run, log, totals, norm, ddp):
 def describe_plan(config, ranks):
     """Table of batch, learning rate and warm-up by ranks (text such as "1,2,4,8"). No device."""
     numbers, head = plan_head(config.optim, ranks, "pairs")
-    table, _ = plan_table(config, numbers, config.training.batch_size,
-                          f"{'effective batch (pairs)':>26}")
-    return "\n".join([head, *table, "With fewer training pairs than that, the batch is all pairs.",
+    table, problems = plan_table(config, numbers, config.training.batch_size,
+                                 f"{'effective batch (pairs)':>26}")
+    return "\n".join([head, *table, *problems,
+                      "With fewer training pairs than that, the batch is all pairs.",
                       *KINDS[config.model.kind].plan_memory(config)])
 
 

@@ -12,8 +12,11 @@
 
 train_sedd_ddp.py and train_dpo_ddp.py call these functions, and add their own config, loss, data
 and evaluation. An optimizer step takes a global batch, which consists of micro-batches. Their
-number is fixed at the start of a run. Each rank computes an equal share of them, by gradient
-accumulation, so the gradient is the same for every number of ranks.
+number is fixed at the start of a run. The ranks share them, by gradient accumulation, so the
+gradient is the same for every number of ranks:
+
+    4 micro-batches    on 1 rank    0 1 2 3        on 3 ranks    0 | 1 | 2 3
+                       on 2 ranks   0 1 | 2 3      on 4 ranks    0 | 1 | 2 | 3
 """
 import contextlib
 import functools
@@ -224,8 +227,7 @@ class MicroBatchSampler(torch.utils.data.Sampler):
         self.item_of = item_of
         self.first = first
         self.last = last
-        accum = micro_batches // ddp.world_size
-        self.mine = range(ddp.rank * accum, (ddp.rank + 1) * accum)
+        self.mine = share_of(ddp.rank, ddp.world_size, micro_batches)
 
     def __iter__(self):
         for step in range(self.first, self.last):
@@ -233,12 +235,35 @@ class MicroBatchSampler(torch.utils.data.Sampler):
                 yield self.item_of(step, micro)
 
 
+def micro_batches_of(training, n_ranks) -> int:
+    """Micro-batches in a global batch of a new run. training: the config's section."""
+    return training.micro_batches or training.accum * n_ranks
+
+
+def check_ranks(n_ranks, micro_batches, source, advice="") -> None:
+    """Refuse more ranks than micro-batches. Raises: ValueError.
+
+    source: text on where the number of micro-batches is from. advice: what to do instead of fewer
+        ranks, to append."""
+    if n_ranks > micro_batches:
+        raise ValueError(f"{source}, and there are {n_ranks} ranks; expected a micro-batch for "
+                         f"each rank. Give at most {micro_batches} rank(s){advice}.")
+
+
+def share_of(rank, n_ranks, micro_batches) -> range:
+    """The micro-batches of a step that a rank computes: as many as each other rank has, or one more
+    or less. No rank has none if there are at most as many ranks as micro-batches."""
+    return range(rank * micro_batches // n_ranks, (rank + 1) * micro_batches // n_ranks)
+
+
 def open_batches(run, dataset, loss_of, ddp):
     """Warm DDP up; return an iterator over this rank's micro-batches, from the next step on.
 
     After its first backward, DDP regroups the gradients into other buckets. With 3 ranks or more
     this changes the order in which it sums them, and so the last bits. Every start therefore runs
-    one backward and drops its result: a resumed run then sums like an uninterrupted one."""
+    one backward and drops its result: a resumed run then sums like an uninterrupted one. With
+    static_graph DDP records the graph in it: each of these first backwards exchanges gradients, so
+    all ranks must have equally many, and here each has one."""
     training = run.config.training
     to_pinned = ddp.device.type != "cpu"
     options = dict(sampler=run.sampler, batch_size=None, generator=torch.Generator())   # not global

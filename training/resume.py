@@ -25,11 +25,14 @@ from training.files import write_whole
 from training.folder import (MARKS, RunLock, check_lock, names_in, refuse_folders_as_files,
                              refuse_unwritable)
 from training.log import is_step, rows_up_to
-from training.loop import ADVICE, Diverged, check_alike, is_finished
+from training.loop import (ADVICE, Diverged, check_alike, check_ranks, is_finished,
+                           micro_batches_of)
 from training.watch import note_saved
 
 # A resumed run may differ in these keys; scripts add to them.
+# training.micro_batches is compared with the checkpoint's number.
 MAY_ALWAYS_CHANGE = ("training.n_iters", "training.num_epochs", "training.eval_freq",
+                     "training.micro_batches",
                      "training.log_freq", "training.snapshot_freq", "training.snapshot_minutes",
                      "training.keep_last", "training.max_bad_steps", "training.stop_signals",
                      "training.num_workers", "training.profile",
@@ -311,16 +314,22 @@ def further_training(anew) -> str:
 def count_micro_batches(former, config, ddp) -> int:
     """Number of micro-batches in a global batch, which is fixed at the start of a run.
 
-    Raises: ValueError if the ranks cannot share those of the checkpoint equally."""
+    Raises: ValueError for more ranks than that, or a config that asks for another number than the
+        checkpoint has."""
     path, state = former
+    asked = config.training.micro_batches
     if state is None:
-        return config.training.accum * ddp.world_size
-    micro_batches = state["micro_batches"]
-    if micro_batches % ddp.world_size:
-        divisors = [str(n) for n in range(1, micro_batches + 1) if micro_batches % n == 0]
-        raise ValueError(f"{path} has {micro_batches} micro-batches per step, which "
-                         f"{ddp.world_size} ranks cannot share equally. Continue on "
-                         f"{', '.join(divisors)} ranks.")
+        micro_batches = micro_batches_of(config.training, ddp.world_size)
+        source = f"training.micro_batches is {asked}"
+        advice = ", or a larger training.micro_batches"
+    else:
+        micro_batches = state["micro_batches"]
+        source = f"{path} has {micro_batches} micro-batches per step"
+        advice = ", or begin a new run (another --work_dir, or --fresh)"
+    if asked not in (None, micro_batches):
+        raise ValueError(f"{source}, and training.micro_batches is {asked}; expected the same. "
+                         "Leave training.micro_batches out to continue this run.")
+    check_ranks(ddp.world_size, micro_batches, source, advice)
     return micro_batches
 
 

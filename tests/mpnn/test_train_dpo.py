@@ -413,7 +413,7 @@ def gradients_of(ddp, by_definition=False):
 def test_any_number_of_ranks_makes_the_gradient_of_the_weighted_mean_and_the_designs(tmp_path):
     expected = gradients_of(Ddp(), by_definition=True)
     drawn = designs_of(Ddp())[1].tolist()
-    for n in (1, 2, 4):
+    for n in (1, 2, 3, 4):   # three share the micro-batches unevenly
         found, designs = on_ranks(n, "test_train_dpo", "(gradients_of(ddp), designs_of(ddp)[1]."
                                   "tolist())", tmp_path)
         assert designs == drawn
