@@ -56,7 +56,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from ddp_setup import (BAD_INPUT, Ddp, abort, all_sum, autocast, barrier, note_progress, print0,
-                       printing, setup_ddp)
+                       setup_ddp)
 from sedd.report import report, sequences_of
 from training.config import Parser
 from training.files import check_writable, write_text_atomic
@@ -579,8 +579,7 @@ def open_output(path, ddp):
 
 
 def write_to_stdout(text):
-    with printing():
-        sys.stdout.write(text)
+    print(text, end="", flush=True)
 
 
 def draw_file(sedd, args, how, write):
