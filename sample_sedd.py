@@ -810,7 +810,7 @@ def end_of(ddp, error):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return None
     if ddp.world_size > 1:
-        abort(ddp, f"sample_sedd.py: error: {error}", BAD_INPUT, secondary=not ddp.is_main)
+        abort(ddp, f"sample_sedd.py: error: {error}", BAD_INPUT)
     return error
 
 
