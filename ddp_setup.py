@@ -419,9 +419,9 @@ def end_watch(ddp: Ddp, code: int | None = None, reason: str = "") -> None:
         return
     if code is not None:
         _write_status(ddp, code, reason)
-    ddp.state.watch = None
     for number, handler in watch.handlers.items():
         signal.signal(number, handler)
+    ddp.state.watch = None
     _close_stacks(ddp, watch)
     _tell_guard(ddp, limit=0.0, run_dir=None)
     if watch.lock is not None:
@@ -1752,15 +1752,17 @@ def _read_checkpoint(path):
 def _read_newest(path):
     """(path of the newest checkpoint that can be read, its bytes, its state, texts on those that
     cannot); the first three are None if none can."""
+    files = [path]
+    while os.path.lexists(_kept(path, len(files))):
+        files.append(_kept(path, len(files)))
     troubles = []
-    k = 0
-    while k == 0 or os.path.lexists(_kept(path, k)):   # a gap: killed between two renames
-        if k > 0 or os.path.lexists(path) or not os.path.lexists(_kept(path, 1)):
-            try:
-                return _kept(path, k), *_read_checkpoint(_kept(path, k)), troubles
-            except ValueError as e:
-                troubles.append(str(e))
-        k += 1
+    for file in files:
+        try:
+            data, state = _read_checkpoint(file)
+        except ValueError as e:
+            troubles.append(str(e))
+        else:
+            return file, data, state, troubles
     return None, None, None, troubles
 
 
@@ -1768,9 +1770,10 @@ def _load_on_all_ranks(path, ddp):
     """See load_checkpoint."""
     path = os.fspath(path)
     note_progress(ddp)
-    used, data, state, troubles = None, None, None, []
+    found = (None, None, None, [])
     if ddp.is_main:
-        used, data, state, troubles = _read_newest(path)
+        found = _read_newest(path)
+    used, data, state, troubles = found
     used, size, troubles = broadcast((used, len(data or b""), troubles), ddp)
     if used is None:
         raise ValueError("\n".join(troubles))
