@@ -25,6 +25,7 @@ all environment variables that are read and set.
 """
 import atexit
 import contextlib
+import errno
 import faulthandler
 import hashlib
 import importlib.metadata
@@ -71,6 +72,7 @@ PATIENCE = 1800.0    # for all ranks to reach a barrier, or cleanup_ddp
 MARGIN = 20.0        # other ranks wait this much longer for rank 0 than it waits for them
 CLOSING = 60.0       # for torch and MPI to close their connections
 CULPRIT_FIRST = 1.5  # for the rank at fault, or its guard, to speak before the others do
+DISK_FULL = 5.0      # until a checkpoint is written once more
 PRINTER_FIRST = 4.0  # for the rank that prints an error of all, before the others exit
 
 
@@ -452,10 +454,7 @@ def save_checkpoint(path: str | os.PathLike, ddp: Ddp, keep_last: int = 1, resum
     if ddp.is_main:
         state.update(world_size=ddp.world_size, versions={
             "torch": str(torch.__version__), "python": sys.version.split()[0]})
-        try:
-            _write_checkpoint(path, ddp, keep_last, state)
-        except Exception as e:   # perhaps what torch.save cannot write, or torch.load would refuse
-            problem = f"cannot write {path}: {_in_one_line(_of_the_system(e))}"
+        problem = _try_to_write(path, ddp, keep_last, state)
     problem = broadcast(problem, ddp)
     note_progress(ddp)
     if problem:
@@ -1565,11 +1564,16 @@ def _write_status(ddp, code, reason):
     if code in (None, 0, AGAIN) and not ddp.is_main:
         return
     path = os.path.join(watch.run_dir, "status.json")
-    with contextlib.suppress(OSError, ValueError):   # perhaps a full disk is the failure itself
+    with contextlib.suppress(OSError, ValueError):
         if code is not None and json.loads(Path(path).read_text())["code"] is not None:
             return
-        text = json.dumps({"code": code, "reason": reason, "step": watch.step})
-        _write_whole(path, lambda file: file.write(text.encode() + b"\n"))
+        text = json.dumps({"code": code, "reason": reason, "step": watch.step}) + "\n"
+        try:
+            _write_whole(path, lambda file: file.write(text.encode()))
+        except OSError:   # on a full disk there is room in the old file
+            with open(path, "r+b") as file:
+                file.write(text.encode())
+                file.truncate()
 
 
 def _set_handlers(ddp, watch, signals):
@@ -1682,8 +1686,21 @@ def _rotate(path, keep_last):
         os.replace(_kept(path, k - 1), _kept(path, k))
 
 
+def _try_to_write(path, ddp, keep_last, state):
+    """Write a checkpoint on rank 0; once more after some seconds if the disk is full, as that may
+    pass. Returns what is wrong, or ""."""
+    for is_last_try in (False, True):
+        try:
+            _write_checkpoint(path, ddp, keep_last, state)
+            return ""
+        except Exception as e:   # perhaps what torch.save cannot write, or torch.load would refuse
+            error = _of_the_system(e)
+            if is_last_try or getattr(error, "errno", None) != errno.ENOSPC:
+                return f"cannot write {path}: {_in_one_line(error)}"
+        time.sleep(DISK_FULL)
+
+
 def _write_checkpoint(path, ddp, keep_last, state):
-    """Write on rank 0."""
     def before_rename(temporary):
         unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(temporary)
         if unsafe:
