@@ -69,11 +69,10 @@ INTERRUPTED = 130  # Ctrl-C
 STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")
 # Time limits and pauses, in seconds.
 PATIENCE = 1800.0    # for all ranks to reach a barrier, or cleanup_ddp
-MARGIN = 20.0        # other ranks wait this much longer for rank 0 than it waits for them
+MARGIN = 20.0        # ranks wait this much longer for one that speaks for all, or has to end them
 CLOSING = 60.0       # for torch and MPI to close their connections
 CULPRIT_FIRST = 1.5  # for the rank at fault, or its guard, to speak before the others do
 DISK_FULL = 5.0      # until a checkpoint is written once more
-PRINTER_FIRST = 4.0  # for the rank that prints an error of all, before the others exit
 
 
 # ---------------------------------------------------------------- what a script calls
@@ -915,8 +914,8 @@ def _leave_unless_first_on_host(error):
 
 
 def _leave_silently(code):
-    """Exit after the rank that prints the error: launchers then end all."""
-    time.sleep(PRINTER_FIRST)
+    """Exit after the rank that prints the error: when that one exits, launchers end this one."""
+    time.sleep(MARGIN)
     sys.stdout.flush()
     os._exit(code)
 
@@ -1244,7 +1243,7 @@ def _leave_with(verdict, store, ddp):
     others = [f"read/{rank}" for rank in range(1, ddp.world_size)
               if store.check([f"here/{rank}"])]
     with contextlib.suppress(RuntimeError):   # the store ends with rank 0: they must read it first
-        store.wait(others, timedelta(seconds=PRINTER_FIRST))
+        store.wait(others, timedelta(seconds=MARGIN))
     raise SetupError(verdict["problem"], verdict["code"])
 
 
