@@ -1032,15 +1032,20 @@ def _launch_name(ddp, env):
     names = f"{JOBS} {LAUNCHERS[ddp.launcher].launch} TORCHELASTIC_RESTART_COUNT"
     found = [env[name] for name in names.split() if env.get(name)]
     if not LAUNCHERS[ddp.launcher].launch and ddp.on_one_host:
-        found.append(_launcher_process())
+        found.append(_launcher_process(ddp))
     return "-".join(found)
 
 
-def _launcher_process():
-    """Process id of what has started this rank: the parent, or that of its guard."""
-    _, _, parents = os.environ.get("DDP_GUARD_FD", "").partition(":")
-    guard, _, launcher = parents.partition(":")
-    return launcher if guard == str(os.getppid()) else str(os.getppid())
+def _launcher_process(ddp):
+    """Process id of this host's launcher: the first ancestor without the rank's variable, which a
+    guard or a shell around a rank has."""
+    pid = os.getppid()
+    rank_variable = f"{LAUNCHERS[ddp.launcher].rank}=".encode()
+    with contextlib.suppress(OSError):   # no /proc: the parent is the best guess
+        while rank_variable in Path(f"/proc/{pid}/environ").read_bytes():
+            status = Path(f"/proc/{pid}/stat").read_text()
+            pid = int(status.rpartition(")")[2].split()[1])   # the name may hold blanks
+    return str(pid)
 
 
 def _first_host(nodelist):
@@ -1290,8 +1295,8 @@ def _listed(items):
 #   a rank is killed, or hangs                  its guard does the same (ddp_guard.py)
 def _pipe_to_guard():
     """File descriptor of the pipe to ddp_guard.py, if that is this process' parent, else None."""
-    descriptor, _, parents = os.environ.get("DDP_GUARD_FD", "").partition(":")
-    if parents.partition(":")[0] != str(os.getppid()):
+    descriptor, _, guard = os.environ.get("DDP_GUARD_FD", "").partition(":")
+    if guard != str(os.getppid()):
         return None
     os.set_blocking(int(descriptor), False)   # a guard that does not read must not stop the rank
     return int(descriptor)
