@@ -687,6 +687,13 @@ def _is_slurm_step(place, env):
     return (_first_int(env, row.rank), _first_int(env, row.size)) == (place.rank, size)
 
 
+def _slurm_step_of(ddp, env):
+    """The name by which Slurm knows the step of all these ranks, such as 77.0, or ""."""
+    if not _is_slurm_step(ddp, env):
+        return ""
+    return f"{env['SLURM_JOB_ID']}.{env['SLURM_STEP_ID']}"
+
+
 def _int(env, name):
     text = env.get(name, "").strip()
     if not text:
@@ -891,10 +898,8 @@ def _set_up(device, backend, seed, ranks, timeout, init_timeout, ipex):  # noqa:
         ddp = _join(ddp, env, init_timeout, error)
     else:
         ddp = replace(ddp, hosts=(ddp.host,))
-    step = ""
-    if ddp.launcher == "Slurm step":
-        step = f"{env['SLURM_JOB_ID']}.{env['SLURM_STEP_ID']}"
-    _tell_guard(ddp, rank=ddp.rank, size=ddp.world_size, host=ddp.host, slurm_step=step)
+    _tell_guard(ddp, rank=ddp.rank, size=ddp.world_size, host=ddp.host,
+                slurm_step=_slurm_step_of(ddp, env))
     atexit.register(_at_exit, ddp)
     _seed_all(seed)
     return ddp
@@ -1433,8 +1438,8 @@ def _end_others(ddp, code):
     time.sleep(0.5)   # for MPICH to forward what was printed: MPI_Abort drops the rest
     if ddp.state.mpi is not None:
         ddp.state.mpi.Abort(code)
-    if ddp.launcher == "Slurm step":
-        step = f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"
+    step = _slurm_step_of(ddp, os.environ)
+    if step:
         with contextlib.suppress(OSError, subprocess.SubprocessError):   # it is missing, or hangs
             subprocess.run(["scancel", step], timeout=30)
     if LAUNCHERS[ddp.launcher].mpi:
