@@ -1035,6 +1035,8 @@ def _launch_name(ddp, env):
     """What tells this launch from others: identifiers of the job and of the launch, or else, on one
     host, the launcher's process id."""
     names = f"{JOBS} {LAUNCHERS[ddp.launcher].launch} TORCHELASTIC_RESTART_COUNT"
+    if _is_slurm_step(ddp, env):   # perhaps beside another row
+        names += f" {LAUNCHERS['Slurm step'].launch}"
     found = [env[name] for name in names.split() if env.get(name)]
     if not LAUNCHERS[ddp.launcher].launch and ddp.on_one_host:
         found.append(_launcher_process(ddp))
