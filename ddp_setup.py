@@ -516,7 +516,7 @@ class Launcher(NamedTuple):
     local_rank: str
     local_size: str
     launch: str = ""    # variables that together identify a launch
-    needs: str = ""     # another variable that must be set, or this row is skipped
+    needs: str = ""     # other variables of which one must be set, or this row is skipped
     mpi: bool = False   # its ranks are MPI processes: mpi4py may be used
 
 
@@ -525,7 +525,7 @@ LAUNCHERS = {
     "DDP_* variables": Launcher("DDP_RANK", "DDP_WORLD_SIZE", "DDP_LOCAL_RANK",
                                 "DDP_LOCAL_WORLD_SIZE"),
     "torchrun": Launcher("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
-                         launch="TORCHELASTIC_RUN_ID", needs="MASTER_ADDR"),
+                         launch="TORCHELASTIC_RUN_ID", needs="MASTER_ADDR LOCAL_RANK"),
     "Open MPI": Launcher("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
                          "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
                          launch="PMIX_NAMESPACE", mpi=True),
@@ -609,7 +609,8 @@ def _claims(env):
     claims = []
     for name, row in LAUNCHERS.items():
         rank = _first_int(env, row.rank)
-        if rank is None or (row.needs and not env.get(row.needs, "").strip()):
+        has_needed = any(env.get(name, "").strip() for name in row.needs.split())
+        if rank is None or (row.needs and not has_needed):
             continue
         claims.append(Claim(name, rank, _first_int(env, row.size), _first_int(env, row.local_rank),
                             _first_int(env, row.local_size)))
