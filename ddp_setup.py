@@ -623,7 +623,7 @@ def _choose(claims, env, mpi):
     A size of 1 counts only if nothing says more: it is what salloc's own shell has, or PMI that a
     step of one task has left. torchrun's own 1 counts: it starts one rank on purpose."""
     complete = [_completed(claim, claims, env, mpi) for claim in claims]
-    several = [claim for claim in complete if claim.size != 1]
+    several = [claim for claim in complete if claim.size != 1 or claim.rank != 0]
     for claim in complete:
         by_torchrun = claim.launcher == "torchrun" and env.get("TORCHELASTIC_RUN_ID")
         if claim.size == 1 and (by_torchrun or claim.launcher == "DDP_* variables"):
