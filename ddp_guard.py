@@ -90,16 +90,15 @@ def _is_a_script():
 def _has_a_guard():
     """Whether the parent of this process is its guard. Ranks that a rank starts inherit the
     variable too, but have another parent."""
-    _, _, parents = os.environ.get("DDP_GUARD_FD", "").partition(":")
-    return parents.partition(":")[0] == str(os.getppid())
+    return os.environ.get("DDP_GUARD_FD", "").partition(":")[2] == str(os.getppid())
 
 
 def start_rank(command):
     """Start the rank; returns its process, and the end of the pipe from which it is heard."""
     pipe, ranks_end = os.pipe()
     os.set_inheritable(ranks_end, True)
-    # Descriptor of the pipe; the guard, which must be the rank's parent; the launcher.
-    address = f"{ranks_end}:{os.getpid()}:{os.getppid()}"
+    # Descriptor of the pipe, and the guard, which must be the rank's parent.
+    address = f"{ranks_end}:{os.getpid()}"
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)   # if ignored, exit codes are lost
     rank = subprocess.Popen(
         command,

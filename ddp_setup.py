@@ -514,7 +514,7 @@ class Launcher(NamedTuple):
     local_rank: str
     local_size: str
     launch: str = ""    # variables that together identify a launch
-    needs: str = ""     # another variable that must be set, or this row is skipped
+    needs: str = ""     # other variables of which one must be set, or this row is skipped
     mpi: bool = False   # its ranks are MPI processes: mpi4py may be used
 
 
@@ -523,7 +523,7 @@ LAUNCHERS = {
     "DDP_* variables": Launcher("DDP_RANK", "DDP_WORLD_SIZE", "DDP_LOCAL_RANK",
                                 "DDP_LOCAL_WORLD_SIZE"),
     "torchrun": Launcher("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
-                         launch="TORCHELASTIC_RUN_ID", needs="MASTER_ADDR"),
+                         launch="TORCHELASTIC_RUN_ID", needs="MASTER_ADDR LOCAL_RANK"),
     "Open MPI": Launcher("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
                          "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
                          launch="PMIX_NAMESPACE", mpi=True),
@@ -607,7 +607,8 @@ def _claims(env):
     claims = []
     for name, row in LAUNCHERS.items():
         rank = _first_int(env, row.rank)
-        if rank is None or (row.needs and not env.get(row.needs, "").strip()):
+        has_needed = any(env.get(name, "").strip() for name in row.needs.split())
+        if rank is None or (row.needs and not has_needed):
             continue
         claims.append(Claim(name, rank, _first_int(env, row.size), _first_int(env, row.local_rank),
                             _first_int(env, row.local_size)))
@@ -620,7 +621,7 @@ def _choose(claims, env, mpi):
     A size of 1 counts only if nothing says more: it is what salloc's own shell has, or PMI that a
     step of one task has left. torchrun's own 1 counts: it starts one rank on purpose."""
     complete = [_completed(claim, claims, env, mpi) for claim in claims]
-    several = [claim for claim in complete if claim.size != 1]
+    several = [claim for claim in complete if claim.size != 1 or claim.rank != 0]
     for claim in complete:
         by_torchrun = claim.launcher == "torchrun" and env.get("TORCHELASTIC_RUN_ID")
         if claim.size == 1 and (by_torchrun or claim.launcher == "DDP_* variables"):
@@ -683,6 +684,13 @@ def _is_slurm_step(place, env):
     row = LAUNCHERS["Slurm step"]
     size = place.size if isinstance(place, Claim) else place.world_size
     return (_first_int(env, row.rank), _first_int(env, row.size)) == (place.rank, size)
+
+
+def _slurm_step_of(ddp, env):
+    """The name by which Slurm knows the step of all these ranks, such as 77.0, or ""."""
+    if not _is_slurm_step(ddp, env):
+        return ""
+    return f"{env['SLURM_JOB_ID']}.{env['SLURM_STEP_ID']}"
 
 
 def _int(env, name):
@@ -889,10 +897,8 @@ def _set_up(device, backend, seed, ranks, timeout, init_timeout, ipex):  # noqa:
         ddp = _join(ddp, env, init_timeout, error)
     else:
         ddp = replace(ddp, hosts=(ddp.host,))
-    step = ""
-    if ddp.launcher == "Slurm step":
-        step = f"{env['SLURM_JOB_ID']}.{env['SLURM_STEP_ID']}"
-    _tell_guard(ddp, rank=ddp.rank, size=ddp.world_size, host=ddp.host, slurm_step=step)
+    _tell_guard(ddp, rank=ddp.rank, size=ddp.world_size, host=ddp.host,
+                slurm_step=_slurm_step_of(ddp, env))
     atexit.register(_at_exit, ddp)
     _seed_all(seed)
     return ddp
@@ -1028,17 +1034,24 @@ def _launch_name(ddp, env):
     """What tells this launch from others: identifiers of the job and of the launch, or else, on one
     host, the launcher's process id."""
     names = f"{JOBS} {LAUNCHERS[ddp.launcher].launch} TORCHELASTIC_RESTART_COUNT"
+    if _is_slurm_step(ddp, env):   # perhaps beside another row
+        names += f" {LAUNCHERS['Slurm step'].launch}"
     found = [env[name] for name in names.split() if env.get(name)]
     if not LAUNCHERS[ddp.launcher].launch and ddp.on_one_host:
-        found.append(_launcher_process())
+        found.append(_launcher_process(ddp))
     return "-".join(found)
 
 
-def _launcher_process():
-    """Process id of what has started this rank: the parent, or that of its guard."""
-    _, _, parents = os.environ.get("DDP_GUARD_FD", "").partition(":")
-    guard, _, launcher = parents.partition(":")
-    return launcher if guard == str(os.getppid()) else str(os.getppid())
+def _launcher_process(ddp):
+    """Process id of this host's launcher: the first ancestor without the rank's variable, which a
+    guard or a shell around a rank has."""
+    pid = os.getppid()
+    rank_variable = f"{LAUNCHERS[ddp.launcher].rank}=".encode()
+    with contextlib.suppress(OSError):   # no /proc: the parent is the best guess
+        while rank_variable in Path(f"/proc/{pid}/environ").read_bytes():
+            status = Path(f"/proc/{pid}/stat").read_text()
+            pid = int(status.rpartition(")")[2].split()[1])   # the name may hold blanks
+    return str(pid)
 
 
 def _first_host(nodelist):
@@ -1288,8 +1301,8 @@ def _listed(items):
 #   a rank is killed, or hangs                  its guard does the same (ddp_guard.py)
 def _pipe_to_guard():
     """File descriptor of the pipe to ddp_guard.py, if that is this process' parent, else None."""
-    descriptor, _, parents = os.environ.get("DDP_GUARD_FD", "").partition(":")
-    if parents.partition(":")[0] != str(os.getppid()):
+    descriptor, _, guard = os.environ.get("DDP_GUARD_FD", "").partition(":")
+    if guard != str(os.getppid()):
         return None
     os.set_blocking(int(descriptor), False)   # a guard that does not read must not stop the rank
     return int(descriptor)
@@ -1426,8 +1439,8 @@ def _end_others(ddp, code):
     time.sleep(0.5)   # for MPICH to forward what was printed: MPI_Abort drops the rest
     if ddp.state.mpi is not None:
         ddp.state.mpi.Abort(code)
-    if ddp.launcher == "Slurm step":
-        step = f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"
+    step = _slurm_step_of(ddp, os.environ)
+    if step:
         with contextlib.suppress(OSError, subprocess.SubprocessError):   # it is missing, or hangs
             subprocess.run(["scancel", step], timeout=30)
     if LAUNCHERS[ddp.launcher].mpi:
