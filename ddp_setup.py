@@ -896,6 +896,7 @@ def _set_up(device, backend, seed, ranks, timeout, init_timeout, ipex):  # noqa:
         step = f"{env['SLURM_JOB_ID']}.{env['SLURM_STEP_ID']}"
     _tell_guard(ddp, rank=ddp.rank, size=ddp.world_size, host=ddp.host, slurm_step=step)
     atexit.register(_at_exit, ddp)
+    _set_exception_hook(ddp)
     _seed_all(seed)
     return ddp
 
@@ -1306,7 +1307,21 @@ def _tell_guard(ddp, **message):
 
 def _alone_in_a_notebook(ddp):
     """A single interactive process: neither an exception nor a long pause may end it."""
-    return ddp.world_size == 1 and hasattr(sys, "ps1")
+    return ddp.world_size == 1 and (hasattr(sys, "ps1") or bool(sys.flags.interactive))
+
+
+def _set_exception_hook(ddp):
+    """Have an exception that nobody catches end all ranks. Python would print it on each rank, also
+    where it is only the consequence of another one's, and then end this rank alone."""
+    before = sys.excepthook
+
+    def end_all(kind, error, tb):
+        is_rank = os.getpid() == ddp.state.pid
+        if is_rank and not ddp.state.clean and not _alone_in_a_notebook(ddp):
+            _abort_with(ddp, error)
+        before(kind, error, tb)
+
+    sys.excepthook = end_all
 
 
 def _leave_context(ddp, error):
@@ -1326,15 +1341,15 @@ def _at_exit(ddp):
     """Python ends without cleanup_ddp."""
     if os.getpid() != ddp.state.pid:
         return
-    error = getattr(sys, "last_value", None)   # which nobody caught; Python has printed it
-    if error is not None:
-        _abort_with(ddp, error, printed=True)
+    error = getattr(sys, "last_value", None)
+    if error is not None:   # nobody caught it, and a library's own hook has printed it
+        abort(ddp, _in_one_line(error))
     if ddp.world_size > 1:
         abort(ddp, "ended without cleanup_ddp. Call it at the end, or use `with setup_ddp()`.")
 
 
-def _abort_with(ddp, error, printed=False):
-    """End all ranks because of an exception in this one. printed: Python has shown it already."""
+def _abort_with(ddp, error):
+    """End all ranks because of an exception in this one."""
     if isinstance(error, KeyboardInterrupt):
         abort(ddp, "interrupted (Ctrl-C)", INTERRUPTED)
     if isinstance(error, SystemExit) and isinstance(error.code, str):
@@ -1343,13 +1358,12 @@ def _abort_with(ddp, error, printed=False):
         code = error.code if isinstance(error.code, int) else 1
         abort(ddp, f"left with exit code {error.code}", code)
     if getattr(error, "expected", False):   # an attribute of exceptions that are no bugs
-        abort(ddp, "" if printed else str(error), cause=str(error).partition("\n")[0],
-              advise=False)
+        abort(ddp, str(error), advise=False)
     text = "".join(traceback.format_exception(error)).rstrip()
     out_of_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
     # Errors of torch's backends are RuntimeErrors: perhaps of a connection that another rank lost.
     perhaps_lost = isinstance(error, RuntimeError) and not out_of_memory
-    _abort(ddp, "" if printed else text, 1, _in_one_line(error), not out_of_memory, perhaps_lost)
+    _abort(ddp, text, 1, _in_one_line(error), not out_of_memory, perhaps_lost)
 
 
 def _abort(ddp, text, code, cause, advise, perhaps_lost):  # noqa: PLR0913
