@@ -494,10 +494,13 @@ def cleanup_ddp(ddp: Ddp) -> None:
     guard, Python must end within two minutes after this."""
     if ddp.state.clean:
         return
-    ddp.state.clean = True
-    atexit.unregister(_at_exit)
-    _await_others_at_the_end(ddp)
-    _close_connections(ddp)
+    try:
+        _await_others_at_the_end(ddp)
+        ddp.state.clean = True
+        atexit.unregister(_at_exit)
+        _close_connections(ddp)
+    except RuntimeError as error:   # perhaps another rank has died
+        _abort_with(ddp, error)
     _tell_guard(ddp, left=True, limit=2 * CLOSING)   # a profiler may still write its traces
     setup_ddp.current = None
 
@@ -880,6 +883,11 @@ def _set_up(device, backend, seed, ranks, timeout, init_timeout, ipex):  # noqa:
     _refuse_other_size(ddp, "DDP_WORLD_SIZE", _int(env, "DDP_WORLD_SIZE"))
     ddp = replace(ddp, seed=seed, host=socket.gethostname(), timeout=timeout,
                   state=State(mpi=mpi, ipex=ipex, guard=_pipe_to_guard()))
+    step = ""
+    if ddp.launcher == "Slurm step":
+        step = f"{env['SLURM_JOB_ID']}.{env['SLURM_STEP_ID']}"
+    _tell_guard(ddp, rank=ddp.rank, host=ddp.host, slurm_step=step)
+    _write_stacks_to(None, ddp)
     error = ""
     try:
         ddp = _bind_device(ddp, device, backend)
@@ -891,10 +899,7 @@ def _set_up(device, backend, seed, ranks, timeout, init_timeout, ipex):  # noqa:
         ddp = _join(ddp, env, init_timeout, error)
     else:
         ddp = replace(ddp, hosts=(ddp.host,))
-    step = ""
-    if ddp.launcher == "Slurm step":
-        step = f"{env['SLURM_JOB_ID']}.{env['SLURM_STEP_ID']}"
-    _tell_guard(ddp, rank=ddp.rank, size=ddp.world_size, host=ddp.host, slurm_step=step)
+    _tell_guard(ddp, size=ddp.world_size)
     atexit.register(_at_exit, ddp)
     _set_exception_hook(ddp)
     _seed_all(seed)
@@ -1371,7 +1376,7 @@ def _abort(ddp, text, code, cause, advise, perhaps_lost):  # noqa: PLR0913
 
     Who speaks? All ranks but rank 0, and a rank that perhaps has lost another, first wait for the
     rank at fault, or its guard: launchers end all when that one has exited. Then the first to say
-    so in the store."""
+    so in the store, unless status.json tells that a guard has spoken."""
     code = code % 256 or 1
     if _alone_in_a_notebook(ddp):
         print(text or cause, file=sys.stderr)
@@ -1399,9 +1404,12 @@ def _abort(ddp, text, code, cause, advise, perhaps_lost):  # noqa: PLR0913
 
 
 def _is_first_to_speak(ddp):
-    """Whether no other rank has said why the run ends; True where the store does not answer."""
+    """Whether no other rank or guard has said why the run ends; True where the store does not
+    answer."""
     if ddp.world_size == 1:
         return True
+    if _status_code(ddp) not in (None, 0, AGAIN):
+        return False
     with contextlib.suppress(RuntimeError), _time_limit(MARGIN):
         return ddp.store.add("spoken", 1) == 1
     return True
@@ -1578,12 +1586,21 @@ def _write_status(ddp, code, reason):
         return
     if code in (None, 0, AGAIN) and not ddp.is_main:
         return
-    path = os.path.join(watch.run_dir, "status.json")
-    with contextlib.suppress(OSError, ValueError):   # perhaps a full disk is the failure itself
-        if code is not None and json.loads(Path(path).read_text())["code"] is not None:
-            return
-        text = json.dumps({"code": code, "reason": reason, "step": watch.step})
-        _write_whole(path, lambda file: file.write(text.encode() + b"\n"))
+    if code is not None and _status_code(ddp) is not None:
+        return
+    text = json.dumps({"code": code, "reason": reason, "step": watch.step})
+    with contextlib.suppress(OSError):   # perhaps a full disk is the failure itself
+        _write_whole(os.path.join(watch.run_dir, "status.json"),
+                     lambda file: file.write(text.encode() + b"\n"))
+
+
+def _status_code(ddp):
+    """The code in status.json: None while the run is on, and where there is none."""
+    watch = ddp.state.watch
+    if watch is not None and watch.run_dir is not None:
+        with contextlib.suppress(OSError, ValueError):
+            return json.loads(Path(watch.run_dir, "status.json").read_text())["code"]
+    return None
 
 
 def _set_handlers(ddp, watch, signals):
@@ -1625,8 +1642,7 @@ def _request_stop(ddp, number):
 
 
 def _open_stacks(ddp, watch):
-    """Open the file for stack traces. The guard asks for them by SIGQUIT: faulthandler answers even
-    while a library call holds the GIL."""
+    """Open the file for stack traces."""
     if watch.run_dir is not None:
         folder = os.path.join(watch.run_dir, "stacks")
         with contextlib.suppress(OSError):   # without a file the stacks go to stderr
@@ -1634,18 +1650,22 @@ def _open_stacks(ddp, watch):
             watch.stacks = open(os.path.join(folder, f"rank_{ddp.rank}.txt"), "w")
         if ddp.backend == "nccl":
             os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", os.path.join(folder, "nccl_rank_"))
+    _write_stacks_to(watch.stacks, ddp)
+
+
+def _write_stacks_to(file, ddp):
+    """Have faulthandler write the stacks there if the guard asks by SIGQUIT: it answers even while
+    a library call holds the GIL. file: None means stderr."""
     if ddp.state.guard is not None:
-        faulthandler.register(signal.SIGQUIT, watch.stacks or sys.__stderr__)
+        with contextlib.suppress(ValueError, AttributeError, OSError):   # stderr is no real file
+            faulthandler.register(signal.SIGQUIT, file or sys.__stderr__)
 
 
 def _close_stacks(ddp, watch):
     """Close the file of the stacks; an empty one is removed."""
     if watch.limit and ddp.state.guard is None:
         faulthandler.cancel_dump_traceback_later()
-    elif watch.limit:
-        faulthandler.unregister(signal.SIGQUIT)
-        with contextlib.suppress(ValueError):   # not the main thread
-            signal.signal(signal.SIGQUIT, signal.SIG_IGN)   # a late request of the guard
+    _write_stacks_to(None, ddp)
     if watch.stacks is None:
         return
     watch.stacks.close()
