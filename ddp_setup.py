@@ -1343,13 +1343,13 @@ def _leave_context(ddp, error):
 
 
 def _at_exit(ddp):
-    """Python ends without cleanup_ddp."""
+    """Python ends without cleanup_ddp. A guard also knows the exit code, and says so itself."""
     if os.getpid() != ddp.state.pid:
         return
     error = getattr(sys, "last_value", None)
     if error is not None:   # nobody caught it, and a library's own hook has printed it
         abort(ddp, _in_one_line(error))
-    if ddp.world_size > 1:
+    if ddp.world_size > 1 and ddp.state.guard is None:
         abort(ddp, "ended without cleanup_ddp. Call it at the end, or use `with setup_ddp()`.")
 
 
