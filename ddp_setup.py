@@ -478,6 +478,7 @@ def abort(ddp: Ddp, text: str, code: int = 1, cause: str = "", advise: bool = Tr
     """Print `text` once, with the rank, and end every rank; in a notebook, raise SystemExit.
 
     Args:
+        text: "": nothing is printed, as the caller has said why.
         code: exit code of every rank, as far as the launcher passes it on.
         cause: one line for status.json and the last line; default: the first line of the text.
         advise: can the same command continue the run? Then the last line says so."""
@@ -1406,7 +1407,8 @@ def _abort(ddp, text, code, cause, advise, perhaps_lost):  # noqa: PLR0913
     if _is_first_to_speak(ddp):
         _write_status(ddp, code, _with_place(ddp, cause))
         with contextlib.suppress(OSError, ValueError):
-            print(_last_words(ddp, text, code, cause, advise), file=sys.stderr, flush=True)
+            if text or cause:
+                print(_last_words(ddp, text, code, cause, advise), file=sys.stderr, flush=True)
         _end_others(ddp, code)
     else:
         time.sleep(MARGIN)   # the launcher ends this rank
