@@ -53,6 +53,8 @@ prepare_job "$@"                      # checks, log, deadline, the number of ran
 # node's tasks from each other. torchrun inside srun would keep signals from the ranks.
 # --kill-on-bad-exit would call a run that stops in good order (75) CANCELLED. When a rank fails,
 # the guards end the others, and --wait ends what is left a minute after the first end.
-launch=(srun --export=ALL --nodes="$nodes" --ntasks="$DDP_WORLD_SIZE" --ntasks-per-node="$NPROC"
-  --cpus-per-task="$cores" --cpu-bind=cores --kill-on-bad-exit=0 --wait=60 "${python[@]}" -u)
+set_launch() {
+  launch=(srun --export=ALL --nodes="$nodes" --ntasks="$DDP_WORLD_SIZE" --ntasks-per-node="$NPROC"
+    --cpus-per-task="$cores" --cpu-bind=cores --kill-on-bad-exit=0 --wait=60 "${python[@]}" -u)
+}
 run_job                               # to its end, or to its next start

@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# shellcheck disable=SC2154,SC2120    # read here what the job scripts set, such as `launch`, `ends`
+# shellcheck disable=SC2120,SC2153,SC2154    # read here what the job scripts set, such as `launch`
 # What the job scripts share whatever the batch system. jobs/lib/pbs.sh and jobs/lib/slurm.sh source
 # this file, and for its checks torchrun_multinode.sh. It reads their settings (SCRIPT, CONFIG, ARGS,
 # ...), `job_number`, and two arrays: `launch` starts one process per rank, `training` is what each
@@ -39,16 +39,13 @@ refuse_options() {   # refuse_options NAMES WORD...: none of the options NAMES (
   fi
 }
 
-note_settings() {   # note_settings NAME...: sets `given` and `given_names`, of those settings that
-  # came from the environment. A script's own default is not exported. So call this before a script
-  # exports one of them.
+note_settings() {   # note_settings NAME...: sets `given`, those settings that came from the
+  # environment. A script's own default is not exported. So call this before a script exports one.
   local name
   given=''
-  given_names=''
   for name in "$@"; do
     if [[ $(declare -p "$name" 2> /dev/null) == "declare -x"* ]]; then
       given+=" $name=$(printf '%q' "${!name}")"
-      given_names+=" $name"
     fi
   done
 }
@@ -71,6 +68,12 @@ use_venv() {
     /*) PATH=$VENV/bin:$PATH ;;
     *) PATH=$PWD/$VENV/bin:$PATH ;;
   esac
+}
+
+check_torch() {   # a module that was not found may load nothing, and end with 0
+  if ! "${python[@]}" -c 'import sys, importlib.util as i; sys.exit(not i.find_spec("torch"))'; then
+    fail "PYTHON=$PYTHON does not run here, or has no torch. Correct the modules, VENV or PYTHON."
+  fi
 }
 
 show_launch() {   # show_launch NAMES: for DRY_RUN, the launch line and variables that begin so
@@ -125,17 +128,19 @@ written() {   # written FILE: print what changes with each write of it
 run_training() {   # sets `code`, the job's exit code; `outcome`, how the run ended; `saved`, yes
   # if it wrote a checkpoint
   local status=$RUN_DIR/status.json last=$RUN_DIR/checkpoints/last.pt
-  local status_before last_before outcome_before
+  local status_before last_before
   status_before=$(written "$status")
   last_before=$(written "$last")
-  outcome_before=$(grep -s '^{"code": [0-9]' "$status") || :   # a refused start writes it back
 
   code=0
   "${launch[@]}" "${training[@]}" || code=$?
 
   outcome=$code
-  # status.json says more than the launcher's code, if it is of this start.
-  if [ "$(written "$status")" != "$status_before" ] && [ "$(cat "$status")" != "$outcome_before" ]; then
+  if [ "$code" = 9 ] || [ "$code" -gt 128 ]; then   # MPICH: 9 after a SIGKILL, PALS: 143 after any
+    outcome=killed                                  # failure of a rank. It is no sign of the walltime
+  fi
+  # status.json says more than the launcher's code. A start that was refused has not written it.
+  if [ "$(written "$status")" != "$status_before" ]; then
     if [[ $(cat "$status") =~ ^\{\"code\":\ *([0-9]+), ]]; then
       code=${BASH_REMATCH[1]}
       outcome=$code

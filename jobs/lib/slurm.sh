@@ -1,7 +1,8 @@
 # shellcheck shell=bash
 # shellcheck disable=SC2154    # read here what jobs/slurm.sh sets, such as `launch`
 # The inner part of jobs/slurm.sh: the job's size, its deadline, the next start. It sources this file
-# from the folder it was submitted in, calls prepare_job, sets `launch`, and calls run_job.
+# from the folder it was submitted in, calls prepare_job, defines set_launch, which sets `launch`, and
+# calls run_job.
 source jobs/lib/batch.sh
 
 prepare_job() {   # prepare_job WORD...: sets `nodes`, `cores` (of a rank), `python`, `training` (with
@@ -59,6 +60,7 @@ set_deadline() {   # sets DDP_DEADLINE, when the run saves and stops, `ends`, th
 }
 
 run_job() {   # the job, from the pre-flight to its end or next start
+  set_launch
   if [ -n "${DRY_RUN:-}" ]; then
     show_launch 'DDP|NCCL|OMP|WANDB'
     finish 0

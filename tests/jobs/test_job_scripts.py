@@ -228,18 +228,23 @@ class Site:
     def __init__(self, folder, project, hosts):
         self.folder = folder
         self.project = project
+        self.hosts = hosts
         self.attributes = ATTRIBUTES
         for name in ("bin", "home", "spool"):
             (folder / name).mkdir(parents=True)
         self.profile("")
         self.submitted = "-A AnyProject -l select=2:system=any,software=one -v X=1 jobs/{script}"
-        (folder / "nodes").write_text("".join(f"{host}\n" * 2 for host in hosts))   # mpiprocs=2
+        self.nodes(1)
         self.program("qsub", f"#!{sys.executable}{QSUB}")
         self.program("qstat", '#!/bin/bash\n[ "$1" = -f ] && cat "$SITE/attributes"\n')
 
     def program(self, name, text):
         (self.folder / "bin" / name).write_text(text)
         (self.folder / "bin" / name).chmod(0o755)
+
+    def nodes(self, mpiprocs):
+        """As PBS writes them: each host so often, once without mpiprocs in `select`."""
+        (self.folder / "nodes").write_text("".join(f"{host}\n" * mpiprocs for host in self.hosts))
 
     def profile(self, more):
         (self.folder / "home" / ".bash_profile").write_text(SITE + more)
@@ -262,7 +267,7 @@ class Site:
         env = clean_environment(env={
             "SITE": self.folder, "PYTHON_FOLDER": Path(sys.executable).parent,
             "HOME": self.folder / "home", "PBS_JOBID": job, "PBS_JOBNAME": "sedd",
-            "PBS_QUEUE": "capacity", "PBS_O_QUEUE": "capacity",
+            "PBS_QUEUE": "capacity", "PBS_O_QUEUE": "capacity", "PBS_ENVIRONMENT": "PBS_BATCH",
             "PBS_NODEFILE": self.folder / "nodes", "PBS_O_WORKDIR": self.project,
             "TMPDIR": "/var/tmp/pbs." + job, "OMP_NUM_THREADS": 208, **given})
         words = ["bash", "-l", str(shutil.copy(self.project / "jobs" / script,
@@ -317,12 +322,13 @@ def site(tmp_path, project):
 def test_what_a_job_does_after_each_end_of_a_run(script, site, project):
     table = [   # status.json's code and the launcher's -> the job's; does it go on under PBS, Slurm
         ("75 143", 75, True, True), ("0 143", 0, False, False),
-        # A start that was refused puts the status of the finished run back; one is started again.
-        ("0 2", 2, False, False), ("0 0", 0, False, False), ("70 1", 70, True, True),
+        ("0 0", 0, False, False), ("70 1", 70, True, True),
         ("2 143", 2, False, False), ("1 1", 1, True, False), ("null 137", 137, True, False),
         ("null 0", 1, True, False),
         # The code of an earlier start, which is still there, does not count.
         ("- 2", 2, False, False), ("- 0", 0, False, False), ("- 75", 75, True, True),
+        # PALS ends with 143 after any failure, MPICH with 9 after a kill -9.
+        ("- 143", 143, True, False), ("- 9", 9, True, False),
         # No new checkpoint, or told to end; in the debug queues a user may have one job.
         ("75 75 old", 75, False, False), ("75 75 cancel", 75, False, False),
         ("75 75", 75, False, False, dict(CHAIN="0", REQUEUE="0")),
@@ -359,12 +365,11 @@ def test_the_next_job_comes_from_the_projects_file_with_options_and_variables_of
     assert site.run("mine.pbs", **given) == 75, site.printed + logs(project)
     asked = json.loads((site.folder / "next").read_text())
     *words, script = asked["words"]
-    for part in ("-W depend=afterany:101.site", "-A AnyProject", "-q capacity",
-                 "-l select=2:system=any", "-N sedd", "-l place=scatter", "-l walltime=02:00:00",
-                 "-l filesystems=flare", "-l software=one", "-m abe", "-M me@any.site"):
-        assert part in " ".join(words), words
     assert script == "jobs/mine.pbs", "what was submitted, as it is by then"
-    assert "ncpus" not in " ".join(words) and "award" not in " ".join(words), "PBS', the site's"
+    given_there = words[words.index("-v") + 1]
+    assert set(zip(words[::2], words[1::2])) == {
+        ("-W", "depend=afterany:101.site"), ("-A", "AnyProject"), ("-q", "capacity"),
+        ("-l", "select=2:system=any"), ("-l", "walltime=02:00:00"), ("-v", given_there)}
     wanted = {"THREADS": "1", "VENV": "none", "CHAIN_JOB": "2", **SETTINGS, **given}
     assert asked["variables"] == wanted, "what is not given may be edited"
     launched, = site.launched()
@@ -433,7 +438,7 @@ def test_a_dry_run_shows_the_cores_that_a_slurm_job_will_have(project):
 
 def test_a_dry_run_of_the_tests_shows_their_command_and_installs_nothing(project):
     before = sorted(project.rglob("*"))
-    words = "--slow jobs -x --timeout 5 -k tests/no.py -n 0 jobs/test.sh::any"
+    words = "--slow jobs -x --timeout 5"
     result = bash(project, "jobs/test.sh", *words.split(), DRY_RUN=1)
     assert result.returncode == 0 and result.stdout.startswith(".venv/bin/python -m pytest ")
     assert result.stdout.strip().endswith(words)
@@ -460,25 +465,6 @@ def test_words_that_a_training_script_knows_reach_it_from_local_sh(script, words
     result = bash(project, "jobs/local.sh", *words, DRY_RUN=1, SCRIPT=script)
     assert result.returncode == 0, result.text
     assert shlex.split(result.stdout)[-len(words):] == words
-
-
-@pytest.mark.parametrize("words, message", [
-    (["-1"], "there is no option -1"), (["-slow"], "Slow tests: bash jobs/test.sh --slow"),
-    (["-k", "any", "tests/no.py"], "there is no file or folder tests/no.py in ")])
-def test_a_wrong_word_behind_test_sh_is_refused_before_anything_is_installed(words, message,
-                                                                           project):
-    result = bash(project, "jobs/test.sh", *words, DRY_RUN=1)
-    assert result.returncode == 2 and message in result.stderr and result.stdout == ""
-
-
-@pytest.mark.parametrize("given, message", [
-    ({"NODE_RANK": 2}, "NODE_RANK=2 of NNODES=2 hosts"),
-    ({"MASTER_PORT": 99999}, "MASTER_PORT=99999; expected at most 65534"),
-    ({"NPROC": "x"}, "NPROC=x is not a number")])
-def test_a_dry_run_without_a_scheduler_refuses_what_the_run_would(given, message, project):
-    settings = {**MULTINODE, "NODE_RANK": 0, "DRY_RUN": 1, **given}
-    result = bash(project, "jobs/torchrun_multinode.sh", **settings)
-    assert result.returncode == 2 and message in result.stderr and result.stdout == ""
 
 
 def test_a_workstation_gets_a_rank_per_gpu(site, project):
@@ -546,20 +532,43 @@ def test_every_setting_at_the_top_of_a_job_is_among_those_that_it_can_name(scrip
     assert set(settings) <= set(named)
 
 
-@pytest.mark.parametrize("submitted, given, message", [
-    ("-v CONFIG=a.yaml -v ARGS=b jobs/aurora.pbs", {}, "-v was given twice"),
-    ("-A AnyProject", {}, "not by 'qsub < FILE'"), ("", {}, "not by 'qsub < FILE'"),
-    ("-A AnyProject my jobs/aurora.pbs", {}, "'my jobs/aurora.pbs' of the script has a blank"),
-    ("-J 0-3 jobs/aurora.pbs", {"PBS_ARRAY_INDEX": 2}, "a job array (-J)")])
-def test_what_no_next_job_could_be_made_from_is_refused_at_the_start(submitted, given, message,
-                                                                     site, project):
+@pytest.mark.parametrize("submitted, message", [
+    ("-v CONFIG=a.yaml -v ARGS=b jobs/aurora.pbs", "-v was given twice"),
+    ("-A AnyProject", "not by 'qsub < FILE'"), ("", "not by 'qsub < FILE'")])
+def test_what_no_next_job_could_be_made_from_is_refused_at_the_start(submitted, message, site,
+                                                                     project):
     site.fake_launcher("75 75")
     site.submitted = submitted
-    shutil.copytree(project / "jobs", project / "my jobs")
-    assert site.run("aurora.pbs", **given) == 2
+    assert site.run("aurora.pbs") == 2
     assert message in logs(project) and site.launched() == []
     if "twice" not in message:      # one job alone needs no path
-        assert site.run("aurora.pbs", CHAIN=0, **given) == 75, logs(project)
+        assert site.run("aurora.pbs", CHAIN=0) == 75, logs(project)
+
+
+def test_no_job_follows_the_member_of_an_array_which_says_so_at_its_start(site, project):
+    site.fake_launcher("75 75")
+    assert site.run("aurora.pbs", job="101[2].site", PBS_ARRAY_INDEX=2) == 75, logs(project)
+    assert not site.goes_on()
+    assert "no next job will follow: this is a member of a job array" in logs(project)
+
+
+def test_members_of_an_array_on_the_same_hosts_meet_at_ports_of_their_own(site, project):
+    site.nodes(2)
+    ports = set()
+    for index in (1, 2, 3):
+        site.fake_launcher("0 0")
+        given = {"CPU_BIND": None, "PBS_ARRAY_INDEX": index}
+        assert site.run("pbs.sh", job=f"101[{index}].site", **given) == 0, logs(project)
+        ports.add(site.environment()["MASTER_PORT"])
+    assert len(ports) == 3, ports
+
+
+def test_the_ranks_of_one_host_find_a_port_themselves(site, project):
+    site.hosts = ["hostA"]
+    site.nodes(2)
+    site.fake_launcher("0 0")
+    assert site.run("pbs.sh", CPU_BIND=None) == 0, logs(project)
+    assert not {"MASTER_ADDR", "MASTER_PORT"} & site.environment().keys()
 
 
 def test_in_an_interactive_job_the_deadline_counts_from_the_start_of_the_job(site, project):
@@ -570,7 +579,7 @@ def test_in_an_interactive_job_the_deadline_counts_from_the_start_of_the_job(sit
     given = {"PBS_ENVIRONMENT": "PBS_INTERACTIVE", "SAVE_SECONDS": "900"}
     assert site.run("aurora.pbs", **given) == 75, logs(project)
     assert int((site.folder / "deadline").read_text()) == began + 7200 - 900
-    assert not site.goes_on() and "the job PBS_INTERACTIVE" in logs(project)
+    assert not site.goes_on() and "this job is interactive" in logs(project)
 
 
 def test_a_start_of_the_job_that_cannot_be_is_not_believed(site, project):
@@ -580,58 +589,95 @@ def test_a_start_of_the_job_that_cannot_be_is_not_believed(site, project):
     assert int((site.folder / "deadline").read_text()) > time.time() + 6000
 
 
-def test_the_next_job_keeps_the_options_of_qsub_and_names_those_it_loses(site, project):
+def test_the_next_job_keeps_umask_priority_and_that_it_may_not_be_rerun(site, project):
     site.fake_launcher("75 75")
-    site.submitted = ("-A AnyProject -W umask=022,sandbox=PRIVATE -p 5 -o out -r n -h "
-                      "-v X=1 jobs/{script}")
-    site.attributes += ("    Priority = 5\n    Rerunable = False\n    umask = 22\n"
-                        "    Output_Path = host:/any/out\n    Join_Path = oe\n")
+    site.attributes += "    Priority = 5\n    Rerunable = False\n    umask = 22\n"
     assert site.run("aurora.pbs") == 75, logs(project)
     words = " ".join(json.loads((site.folder / "next").read_text())["words"])
-    for option in ("-W umask=22", "-p 5", "-o host:/any/out", "-r n"):
-        assert option in words
-    assert "-j" not in words, "what stands in the script may be edited"
-    assert "the next job is submitted without -W sandbox=PRIVATE -h" in logs(project)
+    assert "-W umask=22" in words and "-p 5" in words and "-r n" in words
 
 
-@pytest.mark.parametrize("walltime, seconds", [("02:00:00", 7200), ("90:00", 5400), ("4000", 4000)])
-def test_where_qstat_does_not_answer_the_deadline_comes_from_walltime(walltime, seconds, site,
-                                                                       project):
+# Answers from the call on whose number is in the file `mute`.
+MUTE_QSTAT = """#!/bin/bash
+echo >> "$SITE/asked"
+[ "$(wc -l < "$SITE/asked")" -ge "$(cat "$SITE/mute")" ] && cat "$SITE/attributes"
+"""
+
+
+def mute_until(site, call):
+    (site.folder / "mute").write_text(f"{call}\n")
+    site.program("qstat", MUTE_QSTAT)
+
+
+def test_a_server_that_is_away_at_the_start_is_asked_again(site, project):
     site.fake_launcher("75 75")
-    site.program("qstat", "#!/bin/bash\n")
+    mute_until(site, 3)
+    assert site.run("aurora.pbs", SAVE_SECONDS="900") == 75, logs(project)
+    assert int((site.folder / "deadline").read_text()) < time.time() + 7200 - 900
+    assert site.goes_on(), logs(project)
+
+
+def test_with_walltime_a_job_starts_at_once_and_asks_the_server_at_its_end(site, project):
+    site.fake_launcher("75 75")
+    mute_until(site, 3)      # twice at the end
     before = time.time()
-    assert site.run("aurora.pbs", WALLTIME=walltime) == 75, logs(project)
+    assert site.run("aurora.pbs", WALLTIME="1:00:00") == 75, logs(project)
     deadline = int((site.folder / "deadline").read_text())
-    assert before + seconds - 600 - 1 <= deadline <= time.time() + seconds - 600
-    assert not site.goes_on() and "there is no NEXT_QSUB" in logs(project)
+    assert before + 3600 - 600 - 1 <= deadline <= time.time() + 3600 - 600
+    assert site.goes_on(), logs(project)
+
+
+def test_a_server_that_never_answers_is_asked_until_shortly_before_the_end_of_the_job(site,
+                                                                                     project):
+    site.fake_launcher("75 75")
+    mute_until(site, 1000)
+    before = time.time()
+    assert site.run("aurora.pbs", WALLTIME="42", SAVE_SECONDS="1") == 75, logs(project)
+    assert time.time() < before + 42 and not site.goes_on()
+    assert "not submitted: give the same qsub again" in logs(project)
+
+
+def test_a_qsub_whose_server_is_away_is_tried_again(site, project):
+    site.fake_launcher("75 75")
+    site.program("qsub", f"""#!/bin/bash
+echo >> "$SITE/tried"
+[ "$(wc -l < "$SITE/tried")" -ge 3 ] && exec {sys.executable} "$SITE/bin/real_qsub" "$@"
+echo "qsub: cannot connect to server" >&2
+exit 1
+""")
+    site.program("real_qsub", QSUB)
+    site.program("qstat", """#!/bin/bash
+[ ! -e "$SITE/tried" ] && cat "$SITE/attributes"
+""")
+    assert site.run("aurora.pbs") == 75, logs(project)
+    assert site.goes_on(), logs(project)
+
+
+def test_a_qsub_that_is_refused_is_not_repeated(site, project):
+    site.fake_launcher("75 75")
+    site.program("qsub", '#!/bin/bash\necho >> "$SITE/tried"\nexit 1\n')
+    assert site.run("aurora.pbs") == 75, logs(project)
+    assert len((site.folder / "tried").read_text()) == 1
+    assert "not submitted: give the same qsub again" in logs(project)
+
+
+def test_a_walltime_that_is_no_time_is_refused(site, project):
+    site.fake_launcher("75 75")
+    assert site.run("aurora.pbs", WALLTIME="1 day") == 2 and site.launched() == []
+    assert "WALLTIME=1 day is not a time such as 12:00:00" in site.printed
+
+
+def test_a_job_without_torch_says_so_and_starts_no_rank(site, project):
+    site.fake_launcher("0 0")
+    site.program("python", f"#!/bin/bash\nexec {sys.executable} -S -I \"$@\"\n")
+    assert site.run("aurora.pbs", PYTHON=site.folder / "bin" / "python") == 2, logs(project)
+    assert "has no torch" in logs(project) and site.launched() == []
 
 
 def test_the_walltime_that_qstat_tells_counts_more_than_the_setting(site, project):
     site.fake_launcher("75 75")
     assert site.run("aurora.pbs", WALLTIME="1:00:00") == 75, logs(project)
     assert int((site.folder / "deadline").read_text()) > time.time() + 6000
-
-
-def test_where_qstat_does_not_answer_the_next_job_comes_from_next_qsub(site, project):
-    site.fake_launcher("75 75")
-    site.program("qstat", "#!/bin/bash\n")
-    words = "-A AnyProject -l select=2 -W umask=022 jobs/aurora.pbs"
-    assert site.run("aurora.pbs", WALLTIME="1:00:00", NEXT_QSUB=words) == 75, logs(project)
-    asked = json.loads((site.folder / "next").read_text())
-    assert " ".join(asked["words"][2:]) == f"-W depend=afterany:101.site {words}"
-    kept = {"WALLTIME": "1:00:00", "NEXT_QSUB": words, "CHAIN_JOB": "2", "CONFIG": "config.yaml"}
-    assert kept.items() <= asked["variables"].items()
-
-
-@pytest.mark.parametrize("given, message", [
-    ({"WALLTIME": "1 day"}, "WALLTIME=1 day is not a time such as 12:00:00"),
-    ({"NEXT_QSUB": "-v X=1 jobs/aurora.pbs"}, "NEXT_QSUB holds -v"),
-    ({"NEXT_QSUB": "-A AnyProject"}, "not by 'qsub < FILE'")])
-def test_settings_for_a_mute_qstat_are_checked_at_the_start(given, message, site, project):
-    site.fake_launcher("75 75")
-    site.program("qstat", "#!/bin/bash\n")
-    assert site.run("aurora.pbs", **given) == 2
-    assert message in site.printed + logs(project) and site.launched() == []
 
 
 @ONE_OF_EACH
@@ -670,10 +716,10 @@ def test_a_job_says_why_no_host_is_left_out(outcome, given, why, site, project):
     assert not site.goes_on() and why in logs(project)
 
 
-def test_a_pbs_job_says_how_to_have_the_hosts_alone_that_are_not_suspected(site, project):
+def test_a_pbs_job_names_the_hosts_that_the_preflight_suspects(site, project):
     site.fake_launcher("- 3 suspect")
     assert site.run("aurora.pbs", PREFLIGHT="--preflight") == 3, logs(project)
-    assert "\n  -l select=1:system=any:host=hostB\n" in logs(project)
+    assert "no next job: the pre-flight suspects hostA" in logs(project)
 
 
 def test_the_plugin_of_polaris_for_nccl_has_its_libraries(site, project, tmp_path):
@@ -693,7 +739,8 @@ def test_a_job_on_polaris_without_the_plugin_says_that_sockets_are_used(site, pr
 
 def test_a_job_of_any_pbs_site_gives_its_ranks_slots_and_variables(site, project):
     site.fake_launcher("75 75")
-    assert site.run("pbs.sh", CPU_BIND=None, WANDB_MODE="online") == 75, logs(project)
+    site.nodes(2)
+    assert site.run("pbs.sh", CPU_BIND=None, NPROC="", WANDB_MODE="online") == 75, logs(project)
     assert (site.folder / "hosts").read_text() == "hostA\nhostA\nhostB\nhostB\n"
     launched, = site.launched()
     words = dict(word.split("=", 1) for word in launched.split() if "=" in word)
@@ -701,6 +748,13 @@ def test_a_job_of_any_pbs_site_gives_its_ranks_slots_and_variables(site, project
     wanted = {"DDP_WORLD_SIZE": "4", "DDP_DEADLINE": deadline, "MASTER_ADDR": "hostA",
               "MASTER_PORT": "20101", "OMP_NUM_THREADS": "1", "WANDB_MODE": "online"}
     assert wanted.items() <= words.items() and site.goes_on(), launched
+
+
+def test_more_ranks_than_pbs_has_slots_for_are_refused(site, project):
+    site.fake_launcher("0 0")
+    assert site.run("pbs.sh", CPU_BIND=None, NPROC="2") == 2 and site.launched() == []
+    assert "PBS lists hostA 1 time(s)" in logs(project)
+    assert "-l select=...:mpiprocs=2" in logs(project)
 
 
 @pytest.mark.parametrize("script", [*PBS_SCRIPTS, "slurm.sh", "torchrun_multinode.sh"])
@@ -958,13 +1012,12 @@ def test_the_script_for_hosts_without_a_scheduler_refuses_what_it_sets_itself_or
         assert result.returncode == 2 and message in result.stderr and result.stdout == ""
 
 
-@pytest.mark.parametrize("name, code, passes", [("SIGTERM", 143, 1), ("SIGINT", 130, 0)])
-def test_nothing_is_trained_after_a_signal_during_the_preflight_by_hand(
-        name, code, passes, site, project):
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_nothing_is_trained_after_a_signal_during_the_preflight_by_hand(name, site, project):
     site.program("python", f"""#!/bin/bash
 if [ "$1" = -c ]; then echo 3; exit; fi
 echo $* >> asked
-trap 'exit {passes}' INT TERM
+trap 'exit 1' INT TERM
 echo checking
 while :; do sleep 0.1; done
 """)
@@ -975,7 +1028,7 @@ while :; do sleep 0.1; done
         os.killpg(running.process.pid, getattr(signal, name))      # as a terminal does
         result = running.wait(600)
     asked, = (project / "asked").read_text().splitlines()
-    assert result.returncode == code and asked.startswith("test_aurora_ddp.py"), result.text
+    assert result.returncode != 0 and asked.startswith("test_aurora_ddp.py"), result.text
 
 
 @pytest.mark.slow
@@ -1017,7 +1070,8 @@ def test_the_launch_line_of_any_pbs_site_starts_ranks_on_two_hosts(launcher, sit
     mpirun = Path(launchers.command(launcher, 1, ["any"])[0])
     text = REACH.replace("HOST_SHELL", str(launchers.HOST_SHELL))
     site.program("mpirun", text.replace("MPIRUN", str(mpirun.with_name("mpirun"))))
-    with site.start("pbs.sh", "101.site", on="hostA", PREFLIGHT="") as job:
+    site.nodes(2)
+    with site.start("pbs.sh", "101.site", on="hostA", PREFLIGHT="", NPROC="") as job:
         result = job.wait(timeout=400)
     text = logs(project)
     assert result.returncode == 0 and result.leftover == [], result.text + text
