@@ -29,6 +29,7 @@ THREADS=${THREADS:-8}                # the cores of a rank
 DDP_MPI4PY=${DDP_MPI4PY:-0}          # 1: rank 0's address by mpi4py, built for this mpirun
 PREFLIGHT=${PREFLIGHT---preflight}   # or "--preflight --bandwidth"; empty: none
 SAVE_SECONDS=${SAVE_SECONDS:-600}    # the run saves and stops so long before the walltime
+RETRIES=${RETRIES:-1}                # starts in the same job, without a host at fault
 CHAIN=${CHAIN:-1}                    # 0: submit no next job
 MAX_JOBS=${MAX_JOBS:-50}             # a chain ends after so many jobs
 AGAIN_ON=${AGAIN_ON-75 70 1 killed}  # codes after which a next job follows: docs/faults.md

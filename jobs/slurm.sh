@@ -30,10 +30,11 @@ PYTHON=${PYTHON:-python}              # also several words, for a container: doc
 NPROC=${NPROC:-}                      # ranks per node, one per GPU. Empty: as in the lines above
 PREFLIGHT=${PREFLIGHT---preflight}    # or "--preflight --bandwidth"; empty: none
 SAVE_SECONDS=${SAVE_SECONDS:-300}     # the run saves and stops so long before the job's end
+RETRIES=${RETRIES:-1}                 # starts in the same job, without a host at fault
 REQUEUE=${REQUEUE:-1}                 # 0: never requeue
 MAX_JOBS=${MAX_JOBS:-50}              # starts, after which it is not requeued
 AGAIN_ON=${AGAIN_ON-75 70}            # codes after which it is requeued: docs/faults.md
-EXCLUDE=${EXCLUDE:-0}                 # 1: requeued without the hosts that the pre-flight suspects
+EXCLUDE=${EXCLUDE:-0}                 # 1: requeued without the hosts that it has left out
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-}  # empty: the cores of a task
 WANDB_MODE=${WANDB_MODE:-offline}
 # export NCCL_DEBUG=INFO NCCL_SOCKET_IFNAME=^docker0,lo    # the ^ form never in GLOO_SOCKET_IFNAME
@@ -54,7 +55,8 @@ prepare_job "$@"                      # checks, log, deadline, the number of ran
 # --kill-on-bad-exit would call a run that stops in good order (75) CANCELLED. When a rank fails,
 # the guards end the others, and --wait ends what is left a minute after the first end.
 set_launch() {
-  launch=(srun --export=ALL --nodes="$nodes" --ntasks="$DDP_WORLD_SIZE" --ntasks-per-node="$NPROC"
-    --cpus-per-task="$cores" --cpu-bind=cores --kill-on-bad-exit=0 --wait=60 "${python[@]}" -u)
+  launch=(srun --export=ALL "${on_hosts[@]}" --ntasks="$DDP_WORLD_SIZE"
+    --ntasks-per-node="$NPROC" --cpus-per-task="$cores" --cpu-bind=cores --kill-on-bad-exit=0
+    --wait=60 "${python[@]}" -u)
 }
 run_job                               # to its end, or to its next start

@@ -11,7 +11,7 @@ AT_END=1800          # the same for the next job, if the job may last so long
 
 prepare_job() {   # sets `hosts`, `hostfile`, `python`, `training`, and the ranks' environment
   note_settings SCRIPT CONFIG ARGS RUN_DIR VENV PYTHON NPROC CPU_BIND THREADS NCCL_PLUGIN_DIR \
-    DDP_MPI4PY PREFLIGHT SAVE_SECONDS WALLTIME CHAIN MAX_JOBS AGAIN_ON
+    DDP_MPI4PY PREFLIGHT SAVE_SECONDS WALLTIME RETRIES CHAIN MAX_JOBS AGAIN_ON
   list_hosts
   check_settings
   # PBS sets a TMPDIR too long for sockets of multiprocessing, and OMP_NUM_THREADS for a whole node.
@@ -54,6 +54,7 @@ check_settings() {
   check_number NPROC 1
   check_number SAVE_SECONDS 0
   check_number MAX_JOBS 1
+  check_number RETRIES 0
   refuse_options 'config|work_dir|output_dir|fresh|resume' "$ARGS"
   if ! [[ $WALLTIME =~ ^([0-9]+:){0,2}[0-9]+$|^$ ]]; then
     fail "WALLTIME=$WALLTIME is not a time such as 12:00:00."
@@ -77,16 +78,18 @@ prepare_start() {   # before each start: writes `hostfile`; the number of ranks,
     local digits=${PBS_JOBID:-0}
     digits=${digits%%[!0-9]*}
     MASTER_ADDR=${hosts[0]}
-    MASTER_PORT=$((20000 + (10#$digits + 97 * ${PBS_ARRAY_INDEX:-0}) % 10000))
+    MASTER_PORT=$((20000 + (10#$digits + 97 * ${PBS_ARRAY_INDEX:-0} + 31 * retry) % 10000))
     export MASTER_ADDR MASTER_PORT
+  elif [ "$DDP_MPI4PY" = 0 ]; then
+    unset MASTER_ADDR MASTER_PORT                     # of a start on more hosts
   fi
 }
 
 list_slots() {   # write each host NPROC times into `hostfile`, as mpirun counts ranks
   local host k
   if [ -z "${DRY_RUN:-}" ] && [ "$(grep -cxF "${hosts[0]}" "$PBS_NODEFILE")" -lt "$NPROC" ]; then
-    fail "NPROC=$NPROC, but PBS lists ${hosts[0]} $(grep -cxF "${hosts[0]}" "$PBS_NODEFILE") time(s), and
-  Open MPI starts no more ranks there. Ask for them: -l select=...:mpiprocs=$NPROC"
+    fail "NPROC=$NPROC, but PBS lists ${hosts[0]} fewer times: Open MPI starts no more ranks there.
+  Ask for them: -l select=...:mpiprocs=$NPROC"
   fi
   for host in "${hosts[@]}"; do
     for ((k = 0; k < NPROC; k++)); do echo "$host"; done
@@ -105,9 +108,9 @@ list_environment() {   # list_environment NAMES: sets `environment`, NAME=VALUE 
 }
 
 run_job() {   # the job, from the pre-flight to the next job
-  prepare_start
-  set_launch
   if [ -n "${DRY_RUN:-}" ]; then
+    prepare_start
+    set_launch
     show_launch 'CCL|DDP|FI|NCCL|OMP|ONEAPI|ZE'
     finish 0
   fi
@@ -116,8 +119,7 @@ run_job() {   # the job, from the pre-flight to the next job
     echo "umask $(umask): nobody else can read what this job writes; change it by -W umask=022"
   fi
   watch_for_sigterm
-  run_preflight
-  run_training
+  train
   submit_next_job
   finish "$code"
 }
@@ -204,8 +206,8 @@ seconds_of() {   # seconds_of TIME: print the seconds of 12:00:00, 30:00 or 90
   echo "$total"
 }
 
-submit_next_job() {   # if steps are left and this start got further
-  local why limit
+submit_next_job() {   # if steps are left and this job got further
+  local why limit can_exclude=0      # PBS cannot leave a host out
   why=$(why_no_chain)
   why=${why:-$(why_no_next_start)}
   if [ -n "$why" ]; then
@@ -251,8 +253,4 @@ add_attribute() {   # add_attribute NAME OPTION [PREFIX]: to `options`, if the j
   local value
   value=$(attribute "$1")
   if [ -n "$value" ]; then options+=("$2" "${3:-}$value"); fi
-}
-
-after_bad_preflight() {   # after_bad_preflight SUSPECTS: name them; PBS cannot leave a host out
-  if [ -n "$1" ]; then echo "no next job: the pre-flight suspects $1"; fi
 }

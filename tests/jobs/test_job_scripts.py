@@ -174,7 +174,8 @@ def test_under_slurm_the_run_stops_so_long_before_the_end_of_the_job(save_second
 # ---------------------------------------------------------------- decisions, no ranks
 # In place of mpiexec and srun. A line of `outcomes` per call: what status.json says (-: none), the
 # exit code, and perhaps `old` (no new checkpoint), `cancel` (SIGTERM to the job), `late` (the same
-# once its time is over) or `suspect` (of a pre-flight, which names hostA).
+# once its time is over), `suspect` (of a pre-flight, which names hostA) or `dies:HOST` (as the guard
+# of a rank there says it).
 FAKE_LAUNCHER = """#!/bin/bash
 echo "$DDP_WORLD_SIZE $*" >> "$SITE/launched"
 echo "${DDP_DEADLINE:-}" > "$SITE/deadline"
@@ -189,6 +190,9 @@ mkdir -p "$run/checkpoints"
 said="{\\"code\\": $status, \\"reason\\": \\"x\\", \\"step\\": 1}"
 if [ "$status" != - ]; then echo "$said" > "$run/status.json"; fi
 if [ "$more" = suspect ]; then echo "suspect hosts: hostA"; fi
+if [[ $more = dies:* ]]; then
+  echo "FAILED: rank 1 of 4 on ${more#dies:}: died (SIGKILL: out of memory?). Last checkpoint: any"
+fi
 if [ "$more" != old ]; then echo "$RANDOM" > "$run/checkpoints/last.pt"; fi
 if [ "$more" = late ]; then
   until [ "$(date +%s)" -gt "$((DDP_DEADLINE + 1))" ]; do sleep 0.1; done
@@ -278,7 +282,7 @@ class Site:
         """To its end, without pre-flight; jobs/slurm.sh too. The exit code; self.printed: more."""
         if script == "slurm.sh":
             return self.run_slurm(**given)
-        with self.start(script, job, **{"PREFLIGHT": "", **given}) as running:
+        with self.start(script, job, **{"PREFLIGHT": "", "RETRIES": "0", **given}) as running:
             result = running.wait(600)
         self.printed = result.text
         return result.returncode
@@ -286,13 +290,16 @@ class Site:
     def run_slurm(self, arguments=(), END="NONE", **given):
         (self.folder / "requeued").unlink(missing_ok=True)
         self.program("squeue", f"#!/bin/bash\ncase $* in *%x*) echo n9 ;; *) echo {END} ;; esac\n")
-        self.program("scontrol", '#!/bin/bash\necho "$*" >> "$SITE/requeued"\n')
+        hosts = shlex.quote("\n".join(self.hosts))
+        self.program("scontrol", f'''#!/bin/bash
+if [ "$1" = show ]; then echo {hosts}; else echo "$*" >> "$SITE/requeued"; fi
+''')
         copy = shutil.copy(self.project / "jobs" / "slurm.sh", self.folder / "spool" / "script")
         result = bash(self.folder, copy, *arguments, **{
             "SITE": self.folder, "SLURM_SUBMIT_DIR": self.project, "SLURM_JOB_ID": "101",
             "PATH": f"{self.folder}/bin:{Path(sys.executable).parent}:{os.environ['PATH']}",
             "SLURM_JOB_NODELIST": "n1,n2", "SLURM_JOB_NUM_NODES": 2, "VENV": "none", **SETTINGS,
-            "PREFLIGHT": "", **given})
+            "PREFLIGHT": "", "RETRIES": "0", **given})
         self.printed = result.text
         return result.returncode
 
@@ -327,8 +334,7 @@ def test_what_a_job_does_after_each_end_of_a_run(script, site, project):
         ("null 0", 1, True, False),
         # The code of an earlier start, which is still there, does not count.
         ("- 2", 2, False, False), ("- 0", 0, False, False), ("- 75", 75, True, True),
-        # PALS ends with 143 after any failure, MPICH with 9 after a kill -9.
-        ("- 143", 143, True, False), ("- 9", 9, True, False),
+        ("- 143", 143, False, False),
         # No new checkpoint, or told to end; in the debug queues a user may have one job.
         ("75 75 old", 75, False, False), ("75 75 cancel", 75, False, False),
         ("75 75", 75, False, False, dict(CHAIN="0", REQUEUE="0")),
@@ -370,7 +376,7 @@ def test_the_next_job_comes_from_the_projects_file_with_options_and_variables_of
     assert set(zip(words[::2], words[1::2])) == {
         ("-W", "depend=afterany:101.site"), ("-A", "AnyProject"), ("-q", "capacity"),
         ("-l", "select=2:system=any"), ("-l", "walltime=02:00:00"), ("-v", given_there)}
-    wanted = {"THREADS": "1", "VENV": "none", "CHAIN_JOB": "2", **SETTINGS, **given}
+    wanted = {"THREADS": "1", "VENV": "none", "RETRIES": "0", "CHAIN_JOB": "2", **SETTINGS, **given}
     assert asked["variables"] == wanted, "what is not given may be edited"
     launched, = site.launched()
     assert launched.endswith("--config config.yaml --work_dir runs/mine "
@@ -505,7 +511,7 @@ def test_of_an_array_the_task_is_requeued(site, project):
 @ONE_OF_EACH
 @pytest.mark.parametrize("outcome, given, why", [
     ("0 0", {}, "the training is finished"), ("75 75 cancel", {}, "the job was cancelled"),
-    ("75 75 old", {}, "wrote no new checkpoint"), ("2 2", {}, "the run ended with 2, and AGAIN_ON"),
+    ("75 75 old", {}, "no start in this job wrote a new checkpoint"), ("2 2", {}, "the run ended with 2, and AGAIN_ON"),
     ("75 75", {"CHAIN": "0", "REQUEUE": "0"}, " is 0")])
 def test_a_job_says_why_it_does_not_go_on(script, outcome, given, why, site, project):
     site.fake_launcher(outcome)
@@ -680,6 +686,91 @@ def test_the_walltime_that_qstat_tells_counts_more_than_the_setting(site, projec
     assert int((site.folder / "deadline").read_text()) > time.time() + 6000
 
 
+# ---------------------------------------------------------------- a start in the same job
+def ranks_started(site):
+    return [int(line.split()[0]) for line in site.launched()]
+
+
+@ONE_OF_EACH
+@pytest.mark.parametrize("outcome, given, ranks", [
+    ("1 1 dies:hostB", {}, [4, 2]), ("70 1 dies:hostB.any.domain", {}, [4, 2]),
+    # PALS ends with 143 after any failure: no sign of the walltime, nor is a SIGKILL.
+    ("null 143 dies:hostA", {}, [4, 2]), ("null 137", {}, [4, 4]), ("1 143 dies:hostC", {}, [4, 4]),
+    ("0 0", {}, [4]), ("75 75", {}, [4]), ("2 143", {}, [4]), ("- 143 dies:hostB", {}, [4]),
+    ("130 1", {}, [4]), ("1 1 cancel", {}, [4]), ("1 1 dies:hostB", {"RETRIES": "0"}, [4]),
+    # Of two hours, less than five minutes are left until the run has to save.
+    ("1 1 dies:hostB", {"SAVE_SECONDS": "7000", "END": 7200}, [4])])
+def test_a_run_that_failed_starts_again_without_the_host_at_fault(script, outcome, given, ranks,
+                                                                  site, project):
+    site.fake_launcher(outcome, "0 0")
+    given = {"RETRIES": "1", **given}
+    end = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + given.pop("END", 7200)))
+    if script == "slurm.sh":
+        given["END"] = end
+    site.run(script, **given)
+    assert ranks_started(site) == ranks, logs(project)
+    assert ("starting again (1 of 1)" in logs(project)) == (len(ranks) == 2)
+
+
+@ONE_OF_EACH
+def test_a_run_starts_again_no_more_than_retries_times_and_then_the_chain_decides(script, site,
+                                                                                  project):
+    site.fake_launcher("70 1 dies:hostB", "70 1 dies:hostA")
+    assert site.run(script, RETRIES="1") == 70, logs(project)
+    assert ranks_started(site) == [4, 2] and site.goes_on(), logs(project)
+    assert "not started again in this job: RETRIES is 1" in logs(project)
+
+
+@ONE_OF_EACH
+def test_a_checkpoint_of_the_first_start_counts_for_the_chain(script, site, project):
+    site.fake_launcher("70 1", "70 1 old")
+    assert site.run(script, RETRIES="1") == 70 and site.goes_on(), logs(project)
+
+
+@ONE_OF_EACH
+def test_a_run_starts_on_the_hosts_that_the_preflight_does_not_suspect(script, site, project):
+    site.fake_launcher("- 3 suspect", "- 0", "0 0")
+    assert site.run(script, RETRIES="1", PREFLIGHT="--preflight") == 0, logs(project)
+    assert ranks_started(site) == [4, 2, 2], logs(project)
+    kinds = ["test_aurora_ddp.py" in line for line in site.launched()]
+    assert kinds == [True, True, False]
+    if script == "aurora.pbs":
+        assert (site.folder / "hosts").read_text() == "hostB\n"
+    else:
+        assert " --nodes=1 --exclude=hostA --ntasks=2 " in site.launched()[-1]
+
+
+@ONE_OF_EACH
+@pytest.mark.parametrize("preflight, outcomes, code, ranks", [
+    ("", ["null 137 dies:hostA", "0 0"], 0, [2, 2]), ("--preflight", ["- 3 suspect"], 3, [2])])
+def test_on_its_only_host_a_run_starts_again_unless_the_preflight_suspects_it(
+        script, preflight, outcomes, code, ranks, site, project):
+    site.hosts = ["hostA"]
+    site.nodes(1)
+    site.fake_launcher(*outcomes)
+    assert site.run(script, RETRIES="1", PREFLIGHT=preflight) == code, logs(project)
+    assert ranks_started(site) == ranks, logs(project)
+
+
+def test_the_ranks_that_are_left_meet_on_a_host_that_is_left(site, project):
+    site.hosts = ["hostA", "hostB", "hostC"]
+    site.nodes(2)
+    site.fake_launcher("1 1 dies:hostA", "0 0")
+    assert site.run("pbs.sh", RETRIES="1", CPU_BIND=None) == 0, logs(project)
+    first, second = [dict(word.split("=", 1) for word in line.split() if "=" in word)
+                     for line in site.launched()]
+    assert (first["MASTER_ADDR"], second["MASTER_ADDR"]) == ("hostA", "hostB")
+    assert first["MASTER_PORT"] != second["MASTER_PORT"]
+    assert (site.folder / "hosts").read_text() == "hostB\nhostB\nhostC\nhostC\n"
+
+
+def test_the_next_start_by_slurm_is_without_the_hosts_that_the_job_has_left_out(site, project):
+    site.fake_launcher("70 1 dies:hostA", "75 75")
+    assert site.run_slurm(RETRIES="1", EXCLUDE="1") == 75, logs(project)
+    requests = (site.folder / "requeued").read_text()
+    assert requests == "requeue 101\nupdate JobId=101 ExcNodeList=n9,hostA\n", logs(project)
+
+
 @ONE_OF_EACH
 @pytest.mark.parametrize("number, goes_on", [(2, True), (3, False)])
 def test_a_chain_ends_after_max_jobs(script, number, goes_on, site, project):
@@ -720,6 +811,7 @@ def test_a_pbs_job_names_the_hosts_that_the_preflight_suspects(site, project):
     site.fake_launcher("- 3 suspect")
     assert site.run("aurora.pbs", PREFLIGHT="--preflight") == 3, logs(project)
     assert "no next job: the pre-flight suspects hostA" in logs(project)
+    assert not site.goes_on()
 
 
 def test_the_plugin_of_polaris_for_nccl_has_its_libraries(site, project, tmp_path):
@@ -753,7 +845,7 @@ def test_a_job_of_any_pbs_site_gives_its_ranks_slots_and_variables(site, project
 def test_more_ranks_than_pbs_has_slots_for_are_refused(site, project):
     site.fake_launcher("0 0")
     assert site.run("pbs.sh", CPU_BIND=None, NPROC="2") == 2 and site.launched() == []
-    assert "PBS lists hostA 1 time(s)" in logs(project)
+    assert "PBS lists hostA fewer times" in logs(project)
     assert "-l select=...:mpiprocs=2" in logs(project)
 
 
@@ -790,7 +882,7 @@ def test_a_job_says_that_only_its_owner_can_read_what_it_writes(site, project):
 
 
 def test_a_signal_of_slurm_during_the_preflight_is_no_failure_of_the_machine(site, project):
-    site.fake_launcher("- 138")
+    site.fake_launcher("- 138 old")
     assert site.run_slurm(PREFLIGHT="--preflight") == 75, logs(project)
     assert len(site.launched()) == 1 and not site.goes_on()
 
@@ -900,6 +992,24 @@ def test_slurm_jobs_go_on_after_scancel_and_usr1_to_the_weights_of_an_undisturbe
 
 
 @pytest.mark.slow
+def test_after_a_killed_rank_a_slurm_job_goes_on_without_its_host(slurm, project):
+    with SlurmJob(project, PREFLIGHT="") as job:
+        await_step(project, 7, job.alive)
+        ranks = [pid for pid in job.pids()
+                 if "SLURM_PROCID=3" in launchers.environment_of(pid)
+                 and "driver.py" in launchers.command_of(pid)]
+        os.kill(max(ranks), signal.SIGKILL)      # the guard, its parent, is older
+        await_that(lambda: "starting again (1 of 1) on n1, without n2" in logs(project), 120,
+                   lambda: logs(project))
+        (project / "slow").unlink()
+        job.await_state("COMPLETED", "FAILED", "CANCELLED")
+        assert job.told("JobState") == "COMPLETED" and job.told("Restarts") == "0", logs(project)
+    text = " ".join(logs(project).split())
+    assert "continuing from step 5" in text and "2 rank(s) on 1 host(s)" in text, text
+    assert steps_saved(project / "runs" / "mine") == STEPS
+
+
+@pytest.mark.slow
 def test_slurm_leaves_a_suspected_host_out_of_the_next_start(slurm, project):
     (project / "test_aurora_ddp.py").write_text(
         "import os, sys\nprint('suspect hosts:', os.environ['SLURMD_NODENAME'])\nsys.exit(3)\n")
@@ -992,6 +1102,20 @@ def test_pbs_jobs_go_on_after_qdel_and_by_the_clock_to_the_weights_of_an_undistu
     assert result.returncode == 0 and result.leftover == [], result.text + logs(project)
     assert not site.goes_on(), "a finished run needs no next job"
     check_finished(run_dir, reference)
+
+
+@pytest.mark.slow
+def test_after_a_killed_rank_a_pbs_job_starts_again_and_finishes(pals_site, project):
+    site = pals_site
+    with site.start("aurora.pbs", "101.site", on="hostA", PREFLIGHT="") as job:
+        await_step(project, 7, lambda: job.process.poll() is None)
+        os.kill(job.rank_pids()[3], signal.SIGKILL)
+        (project / "slow").unlink()
+        result = job.wait(timeout=400)
+    assert result.returncode == 0 and result.leftover == [], result.text + logs(project)
+    assert "starting again (1 of 1) on hostA" in logs(project)
+    assert "continuing from step 5" in " ".join(logs(project).split()), logs(project)
+    assert not site.goes_on() and steps_saved(project / "runs" / "mine") == STEPS
 
 
 MULTINODE = {**SETTINGS, "VENV": "none", "NNODES": 2, "MASTER_ADDR": "10.77.0.1"}
