@@ -64,7 +64,6 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from ddp_setup import printing
 from mpnn.mutation_pairs import KINDS, WILD_TYPE, Rules, mutated, pair_mutations
 from mpnn.mutations import (describe_skipped, find_relatives, hold_out, place_all,
                             place_on_sequences, read_mutations)
@@ -578,9 +577,8 @@ def main(argv):
             of_held_out = table_of(held_out, args.pairs.parent)
             write_text_atomic(held_out_file(args.pairs), of_held_out)
         write_text_atomic(args.pairs, text + "\n")
-        with printing():
-            say_result(args, n_sequences, entries, counts, notes)
-            say_held_out(args, held_out)
+        say_result(args, n_sequences, entries, counts, notes)
+        say_held_out(args, held_out)
         return 0
     except (ValueError, OSError) as error:
         print(f"pairs_from_scores.py: error: {error}", file=sys.stderr)

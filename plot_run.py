@@ -13,7 +13,6 @@ if __name__ == "__main__":   # Ctrl-C during the imports below ends the script w
 import sys
 from pathlib import Path
 
-from ddp_setup import printing
 from training.config import Parser
 from training.plot import draw, rows_of
 
@@ -28,8 +27,7 @@ def main(argv):
         if out.suffix.lower() != ".png":
             raise ValueError(f"found --out {out}; expected a name that ends in .png.")
         draw({str(folder): rows_of(folder) for folder in args.runs}, out)
-        with printing():
-            print(f"picture: {out}")
+        print(f"picture: {out}", flush=True)
         return 0
     except (ValueError, OSError) as error:
         print(f"plot_run.py: error: {error}", file=sys.stderr)

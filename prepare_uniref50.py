@@ -47,7 +47,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ddp_setup import printing
 from sedd.download import (PartialFile, Source, download, look_up, open_url, progress_bar, retry,
                            safe_url, say, synchronise)
 from sedd.prepared import FORMAT, PARTS, SETS, VERSION, check_prepared, read_meta
@@ -134,8 +133,7 @@ def prepare(folder, url, fasta, max_sequences, val_fraction, min_length, seed):
     folder = Path(os.path.abspath(folder))
     with working_folder(folder) as partial:
         if is_finished(folder, settings):
-            with printing():
-                print(f"{folder} is finished already, with these settings; nothing to do.")
+            print(f"{folder} is finished already, with these settings; nothing to do.")
             remove_partial(partial)
             return
         remove_work(partial)                                    # what an interrupted run left
@@ -158,8 +156,7 @@ def prepare(folder, url, fasta, max_sequences, val_fraction, min_length, seed):
                 **settings, "report": dataclasses.asdict(report), "sets": sets}
         publish(partial / "result", meta, folder)
         remove_partial(partial)
-    with printing():
-        print_summary(folder, meta, report)
+    print_summary(folder, meta, report)
 
 
 def choose_val_fraction(n_proteins):

@@ -104,7 +104,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ddp_setup import printing
 from mpnn.batches import collate_complexes
 from mpnn.fast_cpu import speed_up
 from mpnn.model import MAX_TEMPERATURE, decoding_order, gumbel_noise, load_proteinmpnn
@@ -676,8 +675,7 @@ def run(args):
             tell(args, design, len(text.splitlines()) // 2, targets, sequences, device)
             texts.append(text)
             if not files:
-                with printing():
-                    sys.stdout.write(text)
+                print(text, end="", flush=True)
             if args.out_folder:
                 write_files(args, design, text, arrays, targets)
     finally:   # after Ctrl-C or out of memory: keep finished structures, and an old --out file
@@ -729,8 +727,7 @@ def run_variants(args):
 def write_scores(out, proteins, scores):
     """Write the table of the proteins that have scores, to FILE.partial if others have none."""
     if out is None and len(scores) == len(proteins):
-        with printing():
-            sys.stdout.write(table_text(proteins, scores))
+        print(table_text(proteins, scores), end="", flush=True)
     elif out is not None and scores:
         path = out if len(scores) == len(proteins) else Path(f"{out}.partial")
         text = table_text(proteins, scores)

@@ -55,7 +55,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from ddp_setup import (BAD_INPUT, Ddp, abort, all_sum, autocast, barrier, print0, printing,
+from ddp_setup import (BAD_INPUT, Ddp, abort, all_sum, autocast, barrier, note_progress, print0,
                        setup_ddp)
 from sedd.report import report, sequences_of
 from training.config import Parser
@@ -77,7 +77,6 @@ from sedd.batches import eval_batches
 from sedd.sequences import (AMINO_ACIDS, X_ID, Proteins, decode, encode, keyed_generator,
                             keyed_seed, named_sequences)
 from sedd.variants import read_variants, residue_scores, score_proteins, variant_scores
-from training.watch import beat
 
 FREE = "_"              # marks a position of a template that is to be sampled
 BLOCK = 2000            # sequences that are scored together; results are written block by block
@@ -137,7 +136,7 @@ def sample_sequences(sedd, templates, steps=128,   # noqa: PLR0913  (all have a 
         network = in_groups(sedd, lengths[indices])
 
         def log_score(xt, sigma, unmasked=None, network=network):
-            beat(ddp)
+            note_progress(ddp)
             scores = network(xt, sigma, unmasked)
             if shaped:
                 return reshape_choice(scores, xt, sedd.graph.mask_id, temperature, top_p)
@@ -580,8 +579,7 @@ def open_output(path, ddp):
 
 
 def write_to_stdout(text):
-    with printing():
-        sys.stdout.write(text)
+    print(text, end="", flush=True)
 
 
 def draw_file(sedd, args, how, write):
@@ -812,7 +810,7 @@ def end_of(ddp, error):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return None
     if ddp.world_size > 1:
-        abort(ddp, f"sample_sedd.py: error: {error}", BAD_INPUT, secondary=not ddp.is_main)
+        abort(ddp, f"sample_sedd.py: error: {error}", BAD_INPUT)
     return error
 
 

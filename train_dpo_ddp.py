@@ -40,7 +40,7 @@ from training.config import (CommonMemory, CommonMonitoring, CommonOptim, Common
                              DdpSection, Parser, check_common, check_least, config_items,
                              load_config, refuse)
 from training.finish import finish_run, say_finished
-from training.folder import check_lock, take_folder
+from training.folder import take_folder
 from training.log import open_log
 from training.loop import (N_SCALARS, Run, after_step, check_alike, clip_gradient, fetch,
                            global_gradient, is_finished, open_batches, set_learning_rate,
@@ -183,8 +183,8 @@ class Config:
     monitoring: Monitoring = field(default_factory=Monitoring)
 
 
-# What a resumed run may change, beside the number of ranks (accum is adapted). Files of data and
-# base weights may move: their content is compared. max_length can only refuse pairs.
+# What a resumed run may change, beside the number of ranks. Files of data and base weights may
+# move: their content is compared. max_length can only refuse pairs.
 MAY_CHANGE = (*MAY_ALWAYS_CHANGE, "memory.structure_cache_mb", "monitoring.fall",
               "monitoring.n_designs", "monitoring.design_temperature", "data.reference_cache",
               "data.train_data", "data.val_data", "data.max_length", "model.base_model_name",
@@ -501,7 +501,6 @@ def train(run, ddp):  # noqa: C901  (the loop of a run on one screen, in the ord
         if is_last and not progress["finished"]:
             progress["finished"] = "all steps done"
         if report:
-            check_lock(run, ddp)
             log.metrics(step, values, run.meter.histograms)
         if is_whole_epoch:
             run.sums.zero_()
@@ -536,9 +535,10 @@ def report_step(run, log, totals, norm, ddp):
 def describe_plan(config, ranks):
     """Table of batch, learning rate and warm-up by ranks (text such as "1,2,4,8"). No device."""
     numbers, head = plan_head(config.optim, ranks, "pairs")
-    table, _ = plan_table(config, numbers, config.training.batch_size,
-                          f"{'effective batch (pairs)':>26}")
-    return "\n".join([head, *table, "With fewer training pairs than that, the batch is all pairs.",
+    table, problems = plan_table(config, numbers, config.training.batch_size,
+                                 f"{'effective batch (pairs)':>26}")
+    return "\n".join([head, *table, *problems,
+                      "With fewer training pairs than that, the batch is all pairs.",
                       *KINDS[config.model.kind].plan_memory(config)])
 
 

@@ -46,10 +46,11 @@ from training.command_line import (add_run_arguments, exit_with, preparing, prin
 from training.config import (CommonMemory, CommonMonitoring, CommonOptim, CommonTraining,
                              DdpSection, Parser, check_common, check_least, load_config, refuse)
 from training.finish import finish_run, say_finished
-from training.folder import check_lock, take_folder
+from training.folder import take_folder
 from training.log import open_log
 from training.loop import (Run, after_step, check_alike, clip_gradient, fetch, global_gradient,
-                           is_finished, open_batches, set_learning_rate, start_run, step_optimizer)
+                           is_finished, micro_batches_of, open_batches, set_learning_rate,
+                           start_run, step_optimizer)
 from training.meter import bad_steps_field, step_values
 from training.optimizer import state_bytes
 from training.peak import choose_peak
@@ -149,7 +150,7 @@ class Config:
     monitoring: Monitoring = field(default_factory=Monitoring)
 
 
-# Keys that may change when a run resumes. The number of ranks may change too: accum is adapted.
+# Keys that may change when a run resumes. The number of ranks may change too.
 # Paths of data and initial weights may change, but a hash of the content must stay the same.
 MAY_CHANGE = (*MAY_ALWAYS_CHANGE, "monitoring.sample_frequency", "monitoring.n_samples",
               "monitoring.sample_steps", "monitoring.predictor", "monitoring.matmul_tflops",
@@ -344,8 +345,11 @@ def measure_mfu(run, ddp):
     if peak is None:
         return []
 
+    # The mean over ranks, by the micro-batches of this one, which may have one more or less.
+    share = run.micro_batches / ddp.world_size / len(run.sampler.mine)
+
     def flops_of(batch):
-        return batch["x0"].numel() * flops_per_position(run.bare, batch["x0"].shape[1])
+        return share * batch["x0"].numel() * flops_per_position(run.bare, batch["x0"].shape[1])
 
     run.meter.count_flops(flops_of, peak)
     return [f"mfu: a fraction of {peak / 1e12:,.4g} TFLOP/s per rank, {source}"]
@@ -418,7 +422,6 @@ def train(run, ddp):  # noqa: C901  (the loop of a run on one screen, in the ord
         if is_last and not progress["finished"]:
             progress["finished"] = "all steps done"
         if report:
-            check_lock(run, ddp)
             log.metrics(step, values, run.meter.histograms)
         sample_every = config.monitoring.sample_frequency   # 0: only at the end
         if progress["finished"] or (sample_every and step % sample_every == 0):
@@ -471,7 +474,7 @@ def describe_plan(config, ranks):
         nonlocal plan
         if lengths is None:
             return batch, f" {'?':>12} {'?':>8}"
-        plan = make_batch_plan(config, lengths, n * config.training.accum)
+        plan = make_batch_plan(config, lengths, micro_batches_of(config.training, n))
         steps = plan.steps_per_epoch
         epochs = config.training.num_epochs or config.training.n_iters / steps
         return min(batch, plan.available), f" {steps:>12,} {epochs:>8,.2f}"

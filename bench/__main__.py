@@ -9,7 +9,7 @@ on the progress to stderr. Leaves only files that were asked for.
 import sys
 
 from bench import card, data, dpo, learn, sample, save, scale, sedd, variants
-from ddp_setup import BAD_INPUT, CannotPrint, printing
+from ddp_setup import BAD_INPUT
 
 COMMANDS = {"sedd": sedd, "dpo": dpo, "data": data, "scale": scale, "card": card, "learn": learn,
             "sample": sample, "save": save, "variants": variants}
@@ -18,11 +18,7 @@ COMMANDS = {"sedd": sedd, "dpo": dpo, "data": data, "scale": scale, "card": card
 def main(argv):
     command = argv[0] if argv else "--help"
     if command in ("-h", "--help"):
-        try:
-            with printing():
-                print(describe_commands())
-        except CannotPrint as error:
-            sys.exit(f"python -m bench: error: {error}")
+        print(describe_commands(), flush=True)
         sys.exit(0 if argv else BAD_INPUT)
     if command not in COMMANDS:
         print(f"python -m bench: error: found {command!r}; expected one of "

@@ -42,7 +42,7 @@ from bench.sedd import PlainSteps
 from ddp_setup import BAD_INPUT, choose_dtype
 from sedd.model import flops_per_position
 from training.config import Parser, load_config
-from training.finish import prepare_and_train
+from training.command_line import prepare_and_train
 from training.files import write_text_atomic
 from training.command_line import joined_ranks
 from training.precision import compile_blocks

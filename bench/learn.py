@@ -25,7 +25,7 @@ from bench.common import (CONFIGS, CommandParser, read_options, run_on_ranks,
 from ddp_setup import AGAIN, broadcast, print0
 from training.config import load_config
 from training.log import read_rows
-from training.finish import prepare_and_train
+from training.command_line import prepare_and_train
 from train_sedd_ddp import Config, prepare, train
 
 DECAY = ["optim.decay=linear", "optim.decay_steps=0.5"]

@@ -48,7 +48,7 @@ from mpnn.variants import score_alone, score_variants
 from train_dpo_ddp import Config, Loss, objective, prepare, train
 from training.config import load_config
 from training.files import write_text_atomic
-from training.finish import prepare_and_train
+from training.command_line import prepare_and_train
 from training.preferences import unpack_sums
 
 N_ORDERS = 2        # in which native sequences are scored

@@ -45,7 +45,7 @@ from sedd.weights import load_sedd
 from train_dpo_ddp import Config, prepare, train
 from training.config import load_config
 from training.files import write_text_atomic
-from training.finish import prepare_and_train
+from training.command_line import prepare_and_train
 from training.seeds import content_key
 
 LETTER = "K"

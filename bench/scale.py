@@ -41,7 +41,7 @@ from bench.scale_report import ALIKE, report
 from ddp_setup import (BAD_INPUT, Ddp, SetupError, all_mean, all_sum, barrier, detect_launcher,
                        wrap_ddp)
 from training.config import Parser, load_config
-from training.finish import prepare_and_train
+from training.command_line import prepare_and_train
 from training.files import write_text_atomic
 from training.command_line import joined_ranks
 from training.launch import run_ranks

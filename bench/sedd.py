@@ -27,7 +27,7 @@ from ddp_setup import autocast
 from sedd.batches import to_device
 from sedd.sequences import X_ID
 from sedd.weights import noise_of
-from training.finish import prepare_and_train
+from training.command_line import prepare_and_train
 from training.loop import global_gradient, open_batches, take_step
 from train_sedd_ddp import Config, MicroBatchDataset, Model, micro_batch_loss, prepare
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from ddp_setup import all_sum, seed_for
+from ddp_setup import all_sum, note_progress, seed_for
 from mpnn.model import ALPHABET, decoding_order, gumbel_noise
 from mpnn.reference import Reference, stack
 from mpnn.structures import Complex
@@ -25,7 +25,6 @@ from sedd.sequences import X_ID, decode
 from training.designs import PolicyDesigns
 from training.log import show_progress
 from training.loop import eval_mode
-from training.watch import beat
 
 MOST_PROBLEMS = 16       # problems with the lowest key, a hash: the cost is limited for any data
 MOST_IN_BATCH = 16       # sequences that are drawn in one batch
@@ -87,7 +86,7 @@ class Designs(PolicyDesigns):
                 indices, numbers = map(list, zip(*batch))
                 letters = self.draw_batch(model, batch, ddp)
                 S[indices, numbers, :letters.shape[1]] = letters.double().cpu()
-                beat(ddp)
+                note_progress(ddp)
         return all_sum(S, ddp).numpy().astype(np.uint8)
 
     def draw_batch(self, model, batch, ddp):

@@ -4,7 +4,7 @@ All results are the same for any number of ranks.
 """
 import torch
 
-from ddp_setup import Ddp, all_sum
+from ddp_setup import Ddp, all_sum, note_progress
 from mpnn.designs import Designs
 from mpnn.model import ALPHABET
 from mpnn.pairs import Pair
@@ -12,7 +12,6 @@ from training.log import show_progress
 from training.loop import eval_mode
 from training.pair_plan import eval_batches
 from training.preferences import SUMS, PairValidation, metrics_of, pack, unpack_sums
-from training.watch import beat
 
 
 class Validation(PairValidation):
@@ -59,7 +58,7 @@ class Validation(PairValidation):
             likelihoods = self.reference.likelihoods(log_probs, natives, batch)
             _, metrics = self.objective(likelihoods, batch, reference_scores, self.config.loss)
             packed[indices] = pack(metrics).cpu()
-            beat(ddp)
+            note_progress(ddp)
         return (self.weights[:, None] * all_sum(packed, ddp)).sum(0)
 
     def sums_over_natives(self, model, ddp):
@@ -77,7 +76,7 @@ class Validation(PairValidation):
             sum_kl = (kl[rows].mean(1) * batch["scored"]).sum(-1)
             columns = torch.stack([sum_right, sum_kl, batch["n_scored"]], 1)
             found[indices] = columns.double().cpu()
-            beat(ddp)
+            note_progress(ddp)
         return all_sum(found, ddp).sum(0).tolist()
 
 

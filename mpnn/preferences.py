@@ -14,7 +14,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from ddp_setup import save_checkpoint
+from ddp_setup import note_progress, save_checkpoint
 from mpnn.batches import make_batch
 from mpnn.evaluation import Validation
 from mpnn.model import to_checkpoint
@@ -24,7 +24,6 @@ from training.pair_files import try_all
 from training.preferences import Loaded
 from training.reference_scores import WITHOUT_REFERENCE, check_cache
 from training.resume import before_saving
-from training.watch import beat
 
 # Keys that have a meaning for this kind alone.
 OWN_KEYS = ("model.base_model_name", "model.base_model_dir", "model.dropout", "model.random",
@@ -80,7 +79,7 @@ def load(config: Any, ddp: Any) -> Loaded:
     """Pairs and base weights. Raises: ValueError with the problems of both."""
     seed = config.training.seed
     data, (model, base), _ = try_all(        # their problems in one message
-        lambda: load_pairs(config.data, seed, lambda: beat(ddp), base_is_ca_only(config)),
+        lambda: load_pairs(config.data, seed, lambda: note_progress(ddp), base_is_ca_only(config)),
         lambda: load_base(config),
         lambda: check_cache(config, ddp))
     return Loaded(data, model, base)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ddp_setup import all_sum
+from ddp_setup import all_sum, note_progress
 from mpnn.batches import collate_complexes, make_batch, shared_context, to_device
 from mpnn.fast_cpu import speed_up
 from mpnn.model import (ALPHABET, PUBLISHED, Encoding, Graph, ProteinMPNN, load_proteinmpnn,
@@ -21,7 +21,6 @@ from training.log import show_progress
 from training.pair_plan import eval_batches
 from training.preferences import Likelihoods
 from training.reference_scores import WITHOUT_REFERENCE, kept_scores
-from training.watch import beat
 
 GRAPH_INPUT = ("X", "mask", "residue_idx", "chain_id")      # arguments of ProteinMPNN.graph
 CACHE_FORMAT = 3   # version of the files of scores; part of the hash that names them
@@ -284,7 +283,7 @@ class Reference:
             batch, log_probs, _ = self.run_model(self.model, pairs, indices)
             found, _ = pair_scores(log_probs, batch, self.config.loss.temperature)
             scores[indices] = found.double().cpu()
-            beat(self.ddp)
+            note_progress(self.ddp)
         return all_sum(scores, self.ddp).float()
 
     def compute_unfolded(self, pairs):
@@ -305,5 +304,5 @@ class Reference:
                 for side, letters in enumerate((pair.chosen, pair.rejected)):
                     token = log_probs[scored, letters[scored].astype(np.int64)]
                     scores[number, side] = token.double().sum()
-            beat(self.ddp)
+            note_progress(self.ddp)
         return all_sum(scores, self.ddp).float()

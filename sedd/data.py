@@ -10,11 +10,10 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ddp_setup import barrier, broadcast, print0
+from ddp_setup import barrier, broadcast, note_progress, print0
 from sedd.demo import DemoSource
 from sedd.prepared import PreparedProteins, check_prepared, keys_hash, read_meta, stage_prepared
 from sedd.sequences import read_sequences, split_by_hash
-from training.watch import beat
 
 LARGE_FILE = 200_000_000        # bytes; a larger file should be prepared first
 STAGE_SECONDS = 3 * 3600.0   # limit for the slowest host to copy the data: 20 GB at 2 MB/s
@@ -47,7 +46,8 @@ def load_data(config, ddp, stage=None):
     prepared = data.file and os.path.isdir(data.file)
     if prepared:
         if ddp.is_main:
-            check_prepared(data.file, data.val_fraction, data.min_length, lambda: beat(ddp))
+            check_prepared(data.file, data.val_fraction, data.min_length,
+                           lambda: note_progress(ddp))
         barrier(ddp)   # the others wait, so that only rank 0 reports an error
         with staged(data.file, stage, stage_prepared, ddp) as copy:
             found = _open_prepared(data.file, copy or data.file)
@@ -56,7 +56,7 @@ def load_data(config, ddp, stage=None):
                          f"{data.file}.")
     else:
         found = _load_file_or_demo(data, config.training.seed, ddp)
-    beat(ddp)
+    note_progress(ddp)
     return found
 
 
@@ -80,7 +80,7 @@ def staged(folder, stage, copy, ddp):
 
     def report(done, total):
         nonlocal reported
-        beat(ddp)
+        note_progress(ddp)
         if ddp.is_main and (done == total or time.monotonic() > reported + 10):
             reported = time.monotonic()
             print0(ddp, f"copying {folder} to {stage}: {done / 1e9:,.3f} of {total / 1e9:,.3f} GB")
@@ -134,7 +134,7 @@ def _read_file(data, ddp):
                     "GB per million proteins. A prepared folder loads in seconds, into 0.1 GB:\n  "
                     f"{_prepare_command(data, 'FOLDER')} --fasta {shlex.quote(data.file)}   then "
                     "--data FOLDER")
-    return read_sequences(data.file, data.min_length, lambda: beat(ddp))
+    return read_sequences(data.file, data.min_length, lambda: note_progress(ddp))
 
 
 def _split(proteins, val_fraction):

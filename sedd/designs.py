@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from ddp_setup import all_sum
+from ddp_setup import all_sum, note_progress
 from sedd.diffusion import sample
 from sedd.sequences import X_ID, decode, keyed_generator
 from training.designs import PolicyDesigns
 from training.loop import eval_mode
-from training.watch import beat
 
 
 class Designs(PolicyDesigns):
@@ -38,7 +37,7 @@ class Designs(PolicyDesigns):
         out = torch.zeros(len(self.lengths), max(self.lengths), dtype=torch.float64)
 
         def log_score(xt, sigma):
-            beat(ddp)
+            note_progress(ddp)
             return model(xt, sigma, None)
 
         with eval_mode(model):

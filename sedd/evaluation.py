@@ -8,7 +8,7 @@ import math
 import numpy as np
 import torch
 
-from ddp_setup import all_sum, autocast
+from ddp_setup import all_sum, autocast, note_progress
 from training.resume import save_run
 from training.files import write_text_atomic
 from sedd.bounds import TIME_EPS, Unigram
@@ -16,7 +16,6 @@ from sedd.diffusion import sample, score_entropy_loss
 from sedd.batches import eval_batches, to_device
 from sedd.sequences import X_ID, collate, decode, keyed_generator, keyed_seed, random_crops
 from training.loop import ADVICE, Diverged, eval_mode, record_score
-from training.watch import beat
 
 SAMPLED_POSITIONS = 2**14   # positions of proteins that are sampled together, to limit memory
 EVAL_PROTEINS = 16    # proteins of max_length in an evaluation batch, without tokens_per_batch
@@ -65,7 +64,7 @@ class BoundEstimator:
                 for k in range(self.samples):
                     batch = self._noised(x0, mask, indices, k)
                     loss = self._loss(model, batch, ddp, dtype)
-                    beat(ddp)
+                    note_progress(ddp)
                     unigram = self.unigram_model.loss(batch)
                     gains[indices, k] = (unigram - loss.double().cpu()) * (1 - TIME_EPS)
         return all_sum(gains, ddp)
@@ -211,7 +210,7 @@ def sample_proteins(model, config, graph, noise,   # noqa: PLR0913  (the fields 
         padding_mask = None if bool(mask.all()) else mask
 
         def log_score(xt, sigma):
-            beat(ddp)
+            note_progress(ddp)
             return model(xt, sigma, padding_mask)
 
         return sample(log_score, graph, noise, tuple(mask.shape), monitoring.sample_steps,

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ddp_setup import Ddp, all_sum, save_checkpoint
+from ddp_setup import Ddp, all_sum, note_progress, save_checkpoint
 from sedd.batches import to_device
 from sedd.bounds import PairBounds, margin_variance
 from sedd.designs import Designs
@@ -31,7 +31,6 @@ from training.preferences import (SUMS, Likelihoods, Loaded, PairValidation, met
                                   unpack_sums)
 from training.reference_scores import WITHOUT_REFERENCE, check_cache, kept_scores
 from training.resume import before_saving
-from training.watch import beat
 
 # Keys that have a meaning for this kind alone.
 OWN_KEYS = ("model.base", "estimator.samples", "estimator.share", "estimator.fixed",
@@ -81,7 +80,7 @@ def load(config: Any, ddp: Ddp) -> Loaded:
     """Pairs and base weights; `more` is a Sedd. Raises: ValueError with the problems of both."""
     sedd, _ = try_all(lambda: read_base(config.model.base), lambda: check_cache(config, ddp))
     data = load_pairs(config.data, config.training.seed, longest_of(sedd, config),
-                      lambda: beat(ddp))
+                      lambda: note_progress(ddp))
     check_lengths([*data.train, *(data.val or [])], config.loss.name)
     check_entropy(config.loss.diversity_lambda, sedd)
     name, *assumed = sedd.notes
@@ -275,7 +274,7 @@ class Reference:
         for indices in show_progress(mine, self.ddp, f"reference, {what}"):
             batch, log_score = self.run_model(self.sedd.model, pairs, indices)
             parts[indices] = self.bounds.parts(log_score, batch).double().cpu()
-            beat(self.ddp)
+            note_progress(self.ddp)
         return all_sum(parts, self.ddp).float()
 
 
@@ -303,7 +302,7 @@ class Validation(PairValidation):
             mine = self.batches[ddp.rank::ddp.world_size]
             for indices in show_progress(mine, ddp, "validation pairs"):
                 packed[indices] = self.metrics_of_batch(model, indices)
-                beat(ddp)
+                note_progress(ddp)
         sums = (self.weights[:, None] * all_sum(packed, ddp)).sum(0)
         values = metrics_of(sums[:-1], self.weights.sum(), "val/")
         named = unpack_sums(sums)

@@ -27,7 +27,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ddp_setup import printing
 from training.config import Parser
 from training.files import write_whole
 from training.tables import refuse_all
@@ -265,8 +264,7 @@ def main(argv):
                 raise ValueError(f"--picture {path} would overwrite what is read; expected "
                                  "another file.")
         samples, reference = map(sequences_of, (args.samples, args.reference))
-        with printing():
-            print(report(samples, reference, args.picture))
+        print(report(samples, reference, args.picture), flush=True)
         return 0
     except (ValueError, OSError) as error:
         print(f"sedd/report.py: error: {error}", file=sys.stderr)

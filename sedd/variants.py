@@ -18,10 +18,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ddp_setup import Ddp, all_sum, autocast
+from ddp_setup import Ddp, all_sum, autocast, note_progress
 from sedd.sequences import AMINO_ACIDS, X_ID, encode
 from training.tables import refuse_all, refuse_fasta, table_columns
-from training.watch import beat
 
 
 def mask_of(sedd):
@@ -54,7 +53,7 @@ def predict_letters(sedd, rows, tokens=16384, dtype=torch.float32, ddp=None):
         log_p = torch.log_softmax(scores[is_mask][:, :X_ID].float(), -1).cpu()
         end = ends[first:first + size][-1]
         out[end - len(log_p):end] = log_p
-        beat(ddp)
+        note_progress(ddp)
     return all_sum(out, ddp).double().numpy()
 
 
@@ -125,7 +124,7 @@ def score_proteins(sedd, wild_types, variants, done=None, tokens=16384, dtype=to
         found = variant_scores(sedd, wild_types[number], of_part, tokens=tokens, dtype=dtype,
                                ddp=alone)
         scores[number][part] = torch.from_numpy(found)
-        beat(ddp)
+        note_progress(ddp)
         if done is not None:
             done(len(found), own_total)
     of_all = all_sum(torch.cat(scores), ddp)     # of each variant one rank has the score

@@ -19,7 +19,7 @@ import torch
 from ddp_setup import broadcast
 from training.config import config_to_dict
 from training.resume import hash_of
-from training.files import check_zip, read_text, write_text_atomic, write_whole, writing
+from training.files import check_zip, read_text, write_text_atomic, write_whole
 from sedd.diffusion import make_graph, make_noise
 from sedd.fast_cpu import speed_up
 from sedd.model import SEDD, fitting_weights, load_official
@@ -429,8 +429,7 @@ def export_sedd(sedd, target):
         return write_whole(target, lambda file: torch.save(state, file))
     save = need_safetensors().save
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    with writing(target):
-        temporary.mkdir(parents=True)
+    temporary.mkdir(parents=True)
     try:
         write_whole(temporary / "model.safetensors", lambda file: file.write(save(weights)))
         write_text_atomic(temporary / "config.json", json.dumps(settings, indent=1) + "\n")

@@ -14,7 +14,7 @@ import train_sedd_ddp
 from ddp_setup import load_checkpoint, wrap_ddp
 from launchers import ROOT, fork_ranks
 from training.config import load_config
-from training.finish import prepare_and_train
+from training.command_line import prepare_and_train
 from training.loop import global_gradient, open_batches, take_step
 from training.reference_scores import make_tables
 
@@ -123,6 +123,10 @@ def gradients(model, schedule, dataset, loss_of, ddp, whole=None, static=False):
     """[{parameter: its gradient, "loss": loss}] of two steps of a MicroBatchSampler. whole:
     function of a step that gives its loss by the definition; that has one backward then."""
     wrapped = wrap_ddp(model, ddp, static_graph=static)
+    if ddp.world_size > 1:   # as open_batches does
+        warm_up = dataset[schedule.item_of(0, schedule.mine[0])]
+        global_gradient(wrapped, [warm_up], loss_of, ddp, expected_count=123.0)
+        model.zero_grad()
     items = iter(schedule)
     found = []
     for step in range(2):

@@ -10,38 +10,34 @@
             result = train(run, ddp)
         exit_with(result)
 
-An error before training is printed once and ends all ranks with exit code 2. It replaces the
-status.json in the run folder, unless that tells the outcome of steps. Other codes: 0 finished, 75
-stopped with work left, 1 an error or ranks that did not appear, 70 no progress, 130 Ctrl-C.
+An error before training is printed once and ends all ranks with exit code 2, and the run folder
+stays as it was. Other codes: 0 finished, 75 stopped with work left, 1 an error or ranks that did
+not appear, 70 no progress, 130 Ctrl-C.
 """
 import argparse
 import contextlib
 import os
 import re
 import shlex
-import signal
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddp_setup import AGAIN, BAD_INPUT, Ddp, abort, detect_launcher, setup_ddp, worker_init
+from ddp_setup import (AGAIN, BAD_INPUT, Ddp, abort, detect_launcher, end_watch, setup_ddp,
+                       start_watch)
 from training.config import Parser
-from training.folder import replace_status
 from training.launch import start_ranks_if_asked
 from training.plan import print_lines
-from training.watch import read_status, watch_run
 
 COLLECTIVE_SECONDS = 6 * 3600.0   # timeout; the watchdog is earlier and names the late rank
-INTERRUPTED = 130                 # exit code after Ctrl-C
+ADVICE = "To go on, give the same command again, without --fresh or --resume."
 
 
 # ---------------------------------------------------------------- the start of a script
 @dataclass
 class Command:
     """The command line of a training script, as far as it could be read."""
-    began: float                        # when, in epoch seconds
     launch: argparse.Namespace          # see launch_options; of a wrong command line the defaults
     options: Any = None                 # all options of the script
     config: Any = None
@@ -66,21 +62,18 @@ def read_command(argv, read_arguments, default_name=""):
         argv = sys.argv[1:]
     if "-h" in argv or "--help" in argv:
         read_arguments(["--help"])
-    command = Command(time.time(), launch_options([]))
+    command = Command(launch_options([]))
     try:
         command.launch = launch_options(argv)
         command.options, command.config = read_arguments(argv)
         if command.plan is None:
             start_ranks_if_asked(command.launch, argv)
-    except KeyboardInterrupt as error:
-        exit_before_start(command, error)
     except (ValueError, RuntimeError) as error:
         command.problem = ValueError(error)
-    if command.plan is None:   # a plan starts no run: an earlier status.json stays
-        command.work_dir = command.launch.work_dir
-        name = Path(command.launch.config).stem if command.launch.config else default_name
-        if not command.work_dir and name:
-            command.work_dir = os.path.join("runs", name)
+    command.work_dir = command.launch.work_dir
+    name = Path(command.launch.config).stem if command.launch.config else default_name
+    if not command.work_dir and name:
+        command.work_dir = os.path.join("runs", name)
     return command
 
 
@@ -93,7 +86,7 @@ def print_plan(command, describe_plan):
             raise command.problem
         text = describe_plan(command.config, command.plan)
         print_lines(Ddp(), text.splitlines())
-    except (ValueError, RuntimeError, OSError, KeyboardInterrupt) as error:
+    except (ValueError, RuntimeError, OSError) as error:
         exit_before_start(command, error)
 
 
@@ -107,61 +100,52 @@ def ranks_meet(command):
     try:
         ddp = setup_ddp(launch.device, launch.backend, ranks=launch.ranks, ipex=launch.ipex,
                         timeout=collective_timeout, init_timeout=launch.init_timeout)
-    except (ValueError, RuntimeError, OSError, KeyboardInterrupt) as error:
+    except (ValueError, RuntimeError, OSError) as error:
         exit_before_start(command, error)
+    ddp.state.advice = ADVICE
     with ddp:
         yield ddp
 
 
 def exit_before_start(command, error):
-    """Print an error of this rank, note it in status.json if no other rank has, and exit."""
-    if isinstance(error, KeyboardInterrupt):
-        if detect_launcher(os.environ).rank == 0:
-            print("interrupted (Ctrl-C)", file=sys.stderr)
-        replace_status(command.work_dir, INTERRUPTED, "interrupted (Ctrl-C)", since=command.began)
-        sys.exit(INTERRUPTED)
+    """Print an error of this rank, and exit."""
     error = command.problem or error   # the first one
     default_code = BAD_INPUT if isinstance(error, ValueError) else 1
-    code = getattr(error, "code", default_code)
     print(f"error: {error}", file=sys.stderr)
-    replace_status(command.work_dir, code, str(error), since=command.began)
-    sys.exit(code)
+    sys.exit(getattr(error, "code", default_code))
 
 
 @contextlib.contextmanager
 def preparing(command, ddp):
     """In this block an error in arguments or data, a ValueError or OSError, ends all ranks with one
-    line; so does a lack of memory. It raises what was wrong with the command line."""
-    former = read_status(command.work_dir)
-    watched = None
-    if ddp.is_main and replace_status(command.work_dir, None, "starting"):
-        watched = command.work_dir   # watch_run shall write the outcome of this start there
+    line. It raises what was wrong with the command line."""
     try:
         if command.problem:
             raise command.problem
         minutes = command.config.monitoring.watchdog_minutes
         if minutes:   # while loading, allow at least the time to meet
             minutes = max(minutes, command.launch.init_timeout / 60)
-        # Ctrl-C ends the run at once until the steps begin.
+        # This watch is for loading; take_folder begins the one for the steps. Until then Ctrl-C
+        # ends the run at once.
         signals = [name for name in command.config.training.stop_signals if name != "SIGINT"]
-        # Before the watch, which restores these handlers when it ends: a stop signal that comes
-        # after the end of the run is ignored, as by a DataLoader's worker.
-        worker_init(signals=signals)
-        # This watch is for loading; take_folder begins the one for the steps.
-        watch_run(ddp, watched, minutes, signals)
+        start_watch(ddp, minutes=minutes, signals=signals)
         yield
-    except (ValueError, OSError, MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
-            raise
-        if isinstance(error, (MemoryError, RuntimeError)):   # torch's is a RuntimeError
-            error = OSError(f"there is not enough memory for this model or data ({error})")
-        watch_run(ddp, None, minutes=0, signals=())
-        if ddp.is_main:
-            replace_status(command.work_dir, BAD_INPUT, str(error), former=former)
-        # Rank 0 corrects status.json first: the failure of another rank, secondary, waits for it.
-        abort(ddp, f"error: {error}", code=BAD_INPUT, secondary=not ddp.is_main)
-    # The watch restores this handler too: Ctrl-C after the end does not change the outcome.
-    ddp.state.watch.handlers[signal.SIGINT] = signal.SIG_IGN
+    except (ValueError, OSError) as error:
+        abort(ddp, f"error: {error}", code=BAD_INPUT)
+
+
+def prepare_and_train(ddp, prepare, train):
+    """Prepare and train without a command line, as in a notebook, which goes on after an error.
+
+    prepare: function () -> Run. train: function (run, ddp), whose result is returned."""
+    try:
+        return train(prepare(), ddp)
+    except BaseException as error:
+        code = 130 if isinstance(error, KeyboardInterrupt) else 1
+        end_watch(ddp, code, f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        end_watch(ddp)
 
 
 def exit_with(result):
@@ -184,7 +168,7 @@ def joined_ranks(device, backend="auto", **options):
         try:
             yield ddp
         except (ValueError, OSError) as e:
-            abort(ddp, f"error: {e}", BAD_INPUT, secondary=not ddp.is_main)
+            abort(ddp, f"error: {e}", BAD_INPUT)
 
 
 def started_ranks(args, argv):

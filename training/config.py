@@ -217,7 +217,8 @@ KEYS_OF = {
 @dataclass
 class CommonTraining:
     """The keys of section `training` that mean the same in every script."""
-    accum: int = 1                       # micro-steps per optimizer step
+    accum: int = 1                       # micro-batches per rank and optimizer step; or
+    micro_batches: int | None = None     # or: of all ranks together; accum is not used then
     num_workers: int = 0                 # processes that prepare batches, per rank
     log_freq: int = 10                   # steps between rows of metrics.jsonl
     snapshot_minutes: float = 0.0        # at most, from a checkpoint to the next; 0 = no limit
@@ -278,9 +279,10 @@ class DdpSection:
 
 
 # Smallest allowed values. They do not apply to null, nor to keys that a script does not have.
-LEAST = {"training": dict(batch_size=1, accum=1, num_workers=0, n_iters=1, num_epochs=1,
-                          eval_freq=1, log_freq=1, snapshot_freq=1, snapshot_minutes=0, patience=1,
-                          min_delta=0, keep_last=1, max_bad_steps=0),
+LEAST = {"training": dict(batch_size=1, accum=1, micro_batches=1, num_workers=0, n_iters=1,
+                          num_epochs=1, eval_freq=1, log_freq=1, snapshot_freq=1,
+                          snapshot_minutes=0, patience=1, min_delta=0, keep_last=1,
+                          max_bad_steps=0),
          "optim": dict(lr=0, min_lr=0, warmup=0, base_global_batch=1, grad_clip=0, weight_decay=0),
          "ddp": dict(bucket_cap_mb=1),
          "monitoring": dict(watchdog_minutes=0, check_sync_every=0, timing_every=0)}

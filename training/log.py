@@ -22,12 +22,11 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ddp_setup import Ddp, printing
+from ddp_setup import Ddp
 from training.config import MOST_STEPS, config_to_dict
-from training.files import write_text_atomic, writing
+from training.files import naming, write_text_atomic
 from training.trackers import TensorBoard, Wandb
 
-BAR_SECONDS = 2         # work that is done sooner needs no bar
 LINE_SECONDS = 30       # between two lines of a log file that say how far some work is
 
 
@@ -87,7 +86,7 @@ class RunLog:
             if not isinstance(value, (int, str)):
                 value = float(value)
             row[name] = value if isinstance(value, str) or math.isfinite(value) else None
-        with writing(self.path):
+        with naming(self.path):
             if self.file is None:
                 self.file = open(self.path, "a", encoding="utf-8")
             self.file.write(json.dumps(row) + "\n")
@@ -102,23 +101,18 @@ class RunLog:
     def sync(self):
         """Wait until the rows are on disk. Call it before saving a checkpoint that follows them."""
         if self.file is not None:
-            with writing(self.path):
+            with naming(self.path):
                 os.fsync(self.file.fileno())
 
     def truncate(self, step):
         """Drop the rows after `step`, and a last row that a killed run left incomplete. Call it
         before the first row is written.
 
-        The file is replaced atomically, so a kill leaves the old or the new one. A link is replaced
-        by a file: rows are appended to what has this name. Raises ValueError for any other broken
-        row.
+        The file is replaced atomically, so a kill leaves the old or the new one. Raises ValueError
+        for any other broken row.
         """
-        if not self.is_main:
-            return
-        if self.path.exists():
+        if self.is_main and self.path.exists():
             write_text_atomic(self.path, rows_up_to(self.path, step))
-        elif self.path.is_symlink():   # it leads to nothing
-            self.path.unlink()
 
     def progress(self, step, rate=None, **numbers):
         """Show the progress: as a bar on stderr if that is a terminal, else as a line on stdout.
@@ -190,7 +184,7 @@ def open_log(run, ddp) -> RunLog:
 def progress_bar(is_main: bool, **options):
     """A tqdm bar on stderr, which goes when it ends; none without a terminal or on other ranks.
 
-    options: of tqdm, such as total, unit, desc and delay (seconds before it is shown)."""
+    options: of tqdm, such as total, unit and desc."""
     from tqdm import tqdm
     columns, lines = shutil.get_terminal_size()    # 80 x 24 if the size is unknown
     return tqdm(file=sys.stderr, disable=not (is_main and sys.stderr.isatty()), leave=False,
@@ -198,14 +192,14 @@ def progress_bar(is_main: bool, **options):
 
 
 def show_progress(items: Sequence, ddp: Ddp, text: str) -> Iterator:
-    """Yield the items, and show on rank 0 how many are done, once this takes some seconds.
+    """Yield the items, and show on rank 0 how many are done.
 
     On a terminal it is a bar on stderr, which goes when it ends; else a line on stdout now and
-    then. text: what is done, such as "reference, validation pairs"."""
+    then, if it takes long. text: what is done, such as "reference, validation pairs"."""
     if not ddp.is_main:
         yield from items
     elif sys.stderr.isatty():
-        yield from progress_bar(True, iterable=items, desc=text, delay=BAR_SECONDS,
+        yield from progress_bar(True, iterable=items, desc=text,
                                 bar_format="{desc} {percentage:3.0f} % |{bar}|")
     else:
         shown = time.monotonic()
@@ -220,10 +214,9 @@ def print_line(text, write=print) -> None:
     """Print a line. If the reader of stdout is gone, such as `tee` after Ctrl-C or a terminal, drop
     output: the run must go on and save. write: print, or a function that prints on rank 0 only."""
     try:
-        with printing():
-            write(text, flush=True)
-    except OSError as e:
-        if e.errno not in (errno.EPIPE, errno.EIO):
+        write(text, flush=True)
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.EIO):   # of a pipe, of a terminal
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -231,16 +224,11 @@ def print_line(text, write=print) -> None:
 def rows_up_to(path, step) -> str:
     """The rows of a metrics.jsonl up to `step`, as text, without an incomplete last row."""
     kept = []
-    if not Path(path).is_file():   # reading a pipe or a device may never end
-        raise ValueError(f"{path} is no file; expected a run's metrics, a row of JSON a line.")
     lines = Path(path).read_text(encoding="utf-8", errors="replace").split("\n")
     for number, line in enumerate(lines[:-1], 1):   # the last: empty or incomplete
         try:
-            row_step = json.loads(line)["step"]
-            if not is_step(row_step):
-                raise ValueError("no step")
-            wanted = row_step <= step
-        except (ValueError, KeyError, TypeError, RecursionError):
+            wanted = json.loads(line)["step"] <= step
+        except (ValueError, KeyError, TypeError):
             raise ValueError(f"{path}, line {number}: found {line[:60]!r}; expected a JSON object "
                              f"with 'step'. Repair or remove the line.") from None
         if wanted:

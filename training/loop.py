@@ -12,8 +12,11 @@
 
 train_sedd_ddp.py and train_dpo_ddp.py call these functions, and add their own config, loss, data
 and evaluation. An optimizer step takes a global batch, which consists of micro-batches. Their
-number is fixed at the start of a run. Each rank computes an equal share of them, by gradient
-accumulation, so the gradient is the same for every number of ranks.
+number is fixed at the start of a run. The ranks share them, by gradient accumulation, so the
+gradient is the same for every number of ranks:
+
+    4 micro-batches    on 1 rank    0 1 2 3        on 3 ranks    0 | 1 | 2 3
+                       on 2 ranks   0 1 | 2 3      on 4 ranks    0 | 1 | 2 | 3
 """
 import contextlib
 import functools
@@ -26,12 +29,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ddp_setup import (all_sum, broadcast, cores_given, first_problem, grad_scaler, gradient_sync,
-                       listed, optimize_with_ipex, stop_reason, stop_wanted, unwrap_ddp,
-                       worker_init, wrap_ddp)
+from ddp_setup import (all_sum, broadcast, gather, grad_scaler, gradient_sync, optimize_with_ipex,
+                       stop_reason, stop_wanted, unwrap_ddp, worker_init, wrap_ddp)
 from training.meter import StepMeter, make_meter
 from training.optimizer import load_state, make_optimizer
-from training.watch import save_wanted
 
 
 # ---------------------------------------------------------------- learning rate
@@ -117,7 +118,6 @@ class Run:
     lr: float                  # full rate, scaled, as is warmup (steps)
     warmup: int
     meter: StepMeter           # measures time, memory, gradients
-    lock: Any = None           # RunLock on the run folder, on rank 0 only
     unread: Any = None         # totals of the last step, on their way to the host (to_host);
     #                            read_totals reads them a step later, so that nothing waits
     requests: float = 0.0      # how many ranks ask to stop or to save, as last read
@@ -210,7 +210,7 @@ ADVICE = ("A checkpoint, if there is one, holds the weights from before these st
 
 class Diverged(RuntimeError):
     """The loss has become nan or infinite. The same command would end in the same way again."""
-    retry = False   # read by ddp_setup, which then does not advise to give the command again
+    expected = True   # read by ddp_setup, which then does not advise to give the command again
 
 
 class MicroBatchSampler(torch.utils.data.Sampler):
@@ -224,8 +224,7 @@ class MicroBatchSampler(torch.utils.data.Sampler):
         self.item_of = item_of
         self.first = first
         self.last = last
-        accum = micro_batches // ddp.world_size
-        self.mine = range(ddp.rank * accum, (ddp.rank + 1) * accum)
+        self.mine = share_of(ddp.rank, ddp.world_size, micro_batches)
 
     def __iter__(self):
         for step in range(self.first, self.last):
@@ -233,12 +232,35 @@ class MicroBatchSampler(torch.utils.data.Sampler):
                 yield self.item_of(step, micro)
 
 
+def micro_batches_of(training, n_ranks) -> int:
+    """Micro-batches in a global batch of a new run. training: the config's section."""
+    return training.micro_batches or training.accum * n_ranks
+
+
+def check_ranks(n_ranks, micro_batches, source, advice="") -> None:
+    """Refuse more ranks than micro-batches. Raises: ValueError.
+
+    source: text on where the number of micro-batches is from. advice: what to do instead of fewer
+        ranks, to append."""
+    if n_ranks > micro_batches:
+        raise ValueError(f"{source}, and there are {n_ranks} ranks; expected a micro-batch for "
+                         f"each rank. Give at most {micro_batches} rank(s){advice}.")
+
+
+def share_of(rank, n_ranks, micro_batches) -> range:
+    """The micro-batches of a step that a rank computes: as many as each other rank has, or one more
+    or less. No rank has none if there are at most as many ranks as micro-batches."""
+    return range(rank * micro_batches // n_ranks, (rank + 1) * micro_batches // n_ranks)
+
+
 def open_batches(run, dataset, loss_of, ddp):
     """Warm DDP up; return an iterator over this rank's micro-batches, from the next step on.
 
     After its first backward, DDP regroups the gradients into other buckets. With 3 ranks or more
     this changes the order in which it sums them, and so the last bits. Every start therefore runs
-    one backward and drops its result: a resumed run then sums like an uninterrupted one."""
+    one backward and drops its result: a resumed run then sums like an uninterrupted one. With
+    static_graph DDP records the graph in it: each of these first backwards exchanges gradients, so
+    all ranks must have equally many, and here each has one."""
     training = run.config.training
     to_pinned = ddp.device.type != "cpu"
     options = dict(sampler=run.sampler, batch_size=None, generator=torch.Generator())   # not global
@@ -246,7 +268,7 @@ def open_batches(run, dataset, loss_of, ddp):
         batches = iter(torch.utils.data.DataLoader(dataset, pin_memory=to_pinned, **options))
     else:
         options["worker_init_fn"] = functools.partial(
-            worker_init, signals=training.stop_signals, cores=cores_given())
+            worker_init, signals=training.stop_signals)
         batches = batches_of_workers(dataset, training.num_workers, to_pinned, options)
     run.bare.train()
     if ddp.world_size > 1:
@@ -282,7 +304,7 @@ def batches_of_workers(dataset, num_workers, to_pinned, options):
 
 class CannotStartWorkers(RuntimeError):
     """The machine has no room for the worker processes that the config asks for."""
-    retry = False   # read by ddp_setup: the same command would end in the same way again
+    expected = True   # read by ddp_setup: the same command would end in the same way again
 
 
 def to_arrays(batch) -> dict:
@@ -370,7 +392,7 @@ def global_gradient(model, batches, loss_of, ddp, expected_count, scaler=None,
     norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
     own.bad_loss.copy_(own.bad_loss > 0)
     own.bad.copy_((own.bad_loss > 0) | ~norm.isfinite())
-    own.requests.fill_(stop_wanted(ddp) or save_wanted(ddp))
+    own.requests.fill_(stop_wanted(ddp))
     meter.lap("optimizer")   # time since the last lap: for norm and flags
     totals = unpack(all_sum(own.packed, ddp))
     meter.lap("exchange")
@@ -515,8 +537,8 @@ def check_alike(values, ddp) -> None:
     for what, own in values.items():
         if of_rank_0.get(what) != own:
             other.append(f"{what} {json.dumps(own)} (rank 0: {json.dumps(of_rank_0.get(what))})")
-    problem = f"rank {ddp.rank} on {ddp.host} has {listed(other)}" if other else ""
-    problem = first_problem(problem, ddp)
+    problem = f"rank {ddp.rank} on {ddp.host} has {'; '.join(other)}" if other else ""
+    problem = next(filter(None, gather(problem, ddp)), "")
     if problem:
         raise ValueError(f"{problem}. Expected the same on all ranks. Is a file that every host "
                          "has a copy of an old one somewhere, or was another command given there?")
@@ -538,13 +560,13 @@ def check_in_sync(model, ddp) -> None:
     own = torch.stack(checksums)
     differs = (own != broadcast(own.clone(), ddp)).tolist()
     first = names[differs.index(True)] if any(differs) else ""
-    first = first_problem(first, ddp)
+    first = next(filter(None, gather(first, ddp)), "")
     if not first:
         return
     found = all_sum([float(any(differs) and r == ddp.rank) for r in range(ddp.world_size)], ddp)
-    hosts = ddp.state.hosts
+    hosts = ddp.hosts
     others = [f"{r} on {hosts[r]}" for r, differ in enumerate(found) if differ]
-    who = f"rank {listed(others)} differ from rank 0"
+    who = f"rank {', '.join(others)} differ from rank 0"
     if len(others) > ddp.world_size / 2 and ddp.world_size > 2:
         who = f"rank 0 on {hosts[0]} differs from most others"
     raise RuntimeError(f"the parameters are no longer equal on all ranks: {who}, first in {first}. "

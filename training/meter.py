@@ -171,7 +171,7 @@ class StepMeter:
         if used.isfinite().any():
             values["device/utilization"] = float(used.nanmean())
         if self.ddp.world_size > 1:
-            hosts = self.ddp.state.hosts
+            hosts = self.ddp.hosts
             working = spent.sum(1) - spent[:, PARTS.index("exchange")]
             slowest = int(working.argmax())
             values["time/slowest_rank"] = slowest

@@ -1,9 +1,11 @@
 """What --plan and a start print: tables and lines on batch, learning rate and results."""
+import math
 import re
 import textwrap
 
 from ddp_setup import print0
-from training.loop import is_finished, length_of_decay, scale_for_batch
+from training.loop import (check_ranks, is_finished, length_of_decay, micro_batches_of,
+                           scale_for_batch)
 from training.resume import machine_differences
 
 
@@ -39,12 +41,15 @@ def plan_table(config, numbers, per_rank, title, more="", outcome=lambda n, batc
     n_iters = config.training.n_iters
     problems = []
     late = []   # numbers of ranks, as text
+    uneven = []   # lines
     least = f" {'min_lr':>10}" if optim.min_lr else ""   # heading; then the value of a row
     rows = [f"{'ranks':>6} {title} {'learning rate':>14}{least} {'warm-up steps':>14}{more}"]
     for n in numbers:
-        batch = n * config.training.accum * per_rank
+        micro_batches = micro_batches_of(config.training, n)
+        batch = micro_batches * per_rank
         row = f"{n:>6} {batch:>{len(title)},}"
         try:
+            check_ranks(n, micro_batches, f"training.micro_batches is {micro_batches}")
             lr_batch, columns = outcome(n, batch)
         except ValueError as error:
             problems.append(f"refused with {n} rank(s): {error}")
@@ -57,17 +62,30 @@ def plan_table(config, numbers, per_rank, title, more="", outcome=lambda n, batc
         rows.append(f"{row} {lr:>14.4g}{least} {warmup:>14,}{columns}")
         if n_iters and warmup >= n_iters:
             late.append(str(n))
+        if micro_batches % n:
+            uneven.append(describe_sharing(n, micro_batches))
     if late:
         rows.append(f"ATTENTION: with {', '.join(late)} rank(s) the warm-up lasts to the end (step "
                     f"{n_iters:,})")
-    return rows, problems
+    return rows + uneven, problems
 
 
 def describe_batch(run, per_rank, ddp):
-    """Line on the global batch. per_rank: text on the batch of a rank in a micro-step."""
-    return (f"batch: {per_rank} x accum {len(run.sampler.mine)} x {ddp.world_size} rank(s) = "
-            f"{run.global_batch:,} per step, {run.steps_per_epoch:,} steps per epoch, "
-            f"{run.n_iters:,} steps in all")
+    """Line on the global batch. per_rank: text on a micro-batch."""
+    if run.micro_batches % ddp.world_size:
+        shared = f"{run.micro_batches} micro-batches on {ddp.world_size} ranks"
+    else:
+        shared = f"accum {run.micro_batches // ddp.world_size} x {ddp.world_size} rank(s)"
+    return (f"batch: {per_rank} x {shared} = {run.global_batch:,} per step, "
+            f"{run.steps_per_epoch:,} steps per epoch, {run.n_iters:,} steps in all")
+
+
+def describe_sharing(n_ranks, micro_batches):
+    """Line on ranks that share the micro-batches of a step unevenly."""
+    most = math.ceil(micro_batches / n_ranks)
+    return (f"{n_ranks} ranks share {micro_batches:,} micro-batches per step unevenly: a step "
+            f"takes as long as {most}, and {1 - micro_batches / (most * n_ranks):.0%} of the "
+            "ranks' time is spent waiting")
 
 
 def describe_run(run, state, unit: str, lr_batch: int, ddp) -> list[str]:
@@ -77,7 +95,9 @@ def describe_run(run, state, unit: str, lr_batch: int, ddp) -> list[str]:
     unit: of the batch, such as proteins. lr_batch: the global batch that lr was scaled to."""
     lines = []
     accum = run.micro_batches // ddp.world_size
-    if accum != run.config.training.accum:
+    if run.micro_batches % ddp.world_size:
+        lines.append(f"  {describe_sharing(ddp.world_size, run.micro_batches)}")
+    elif accum != run.config.training.accum:
         lines.append(f"  accum is {accum} and not {run.config.training.accum}: it follows the "
                      "number of ranks, so that the global batch stays")
     lines.append(describe_rate(run, state, unit, lr_batch))

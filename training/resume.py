@@ -18,18 +18,19 @@ from typing import NamedTuple
 
 import torch
 
-from ddp_setup import broadcast, load_checkpoint, print0, save_checkpoint
+from ddp_setup import broadcast, load_checkpoint, print0, save_after, save_checkpoint
 from training.config import (MOST_STEPS, config_differences, config_items, config_to_dict,
                              load_config, other_script)
 from training.files import write_whole
-from training.folder import (MARKS, RunLock, check_lock, names_in, refuse_folders_as_files,
-                             refuse_unwritable)
+from training.folder import MARKS, names_in, refuse_in_use
 from training.log import is_step, rows_up_to
-from training.loop import ADVICE, Diverged, check_alike, is_finished
-from training.watch import note_saved
+from training.loop import (ADVICE, Diverged, check_alike, check_ranks, is_finished,
+                           micro_batches_of)
 
 # A resumed run may differ in these keys; scripts add to them.
+# training.micro_batches is compared with the checkpoint's number.
 MAY_ALWAYS_CHANGE = ("training.n_iters", "training.num_epochs", "training.eval_freq",
+                     "training.micro_batches",
                      "training.log_freq", "training.snapshot_freq", "training.snapshot_minutes",
                      "training.keep_last", "training.max_bad_steps", "training.stop_signals",
                      "training.num_workers", "training.profile",
@@ -209,8 +210,7 @@ def find_checkpoint(run_dir, resume, fresh, config, may_change) -> str | None:
     Returns: path of the checkpoint as text, or None for a new run.
     Raises: ValueError for a folder that is in use, cannot be written, holds another run, or is no
         run folder."""
-    refuse_unwritable(run_dir)
-    RunLock.refuse_live(run_dir)
+    refuse_in_use(run_dir)
     if (run_dir / "STOP").exists() and not fresh:
         raise ValueError(f"{run_dir / 'STOP'} exists: this run was asked to stop. Remove the file "
                          "to continue it.")
@@ -227,8 +227,6 @@ def find_checkpoint(run_dir, resume, fresh, config, may_change) -> str | None:
         raise ValueError(f"{run_dir} is not a run directory: it holds {', '.join(names[:5])}. "
                          "Expected an empty or new folder, or that of a run. Give another "
                          "--work_dir.")
-    if not fresh:
-        refuse_folders_as_files(run_dir)
     if (run_dir / "metrics.jsonl").exists() and not fresh:
         rows_up_to(run_dir / "metrics.jsonl", 0)   # refuses a file with broken rows
     if "config.yaml" in names and not fresh and not saved:
@@ -311,16 +309,22 @@ def further_training(anew) -> str:
 def count_micro_batches(former, config, ddp) -> int:
     """Number of micro-batches in a global batch, which is fixed at the start of a run.
 
-    Raises: ValueError if the ranks cannot share those of the checkpoint equally."""
+    Raises: ValueError for more ranks than that, or a config that asks for another number than the
+        checkpoint has."""
     path, state = former
+    asked = config.training.micro_batches
     if state is None:
-        return config.training.accum * ddp.world_size
-    micro_batches = state["micro_batches"]
-    if micro_batches % ddp.world_size:
-        divisors = [str(n) for n in range(1, micro_batches + 1) if micro_batches % n == 0]
-        raise ValueError(f"{path} has {micro_batches} micro-batches per step, which "
-                         f"{ddp.world_size} ranks cannot share equally. Continue on "
-                         f"{', '.join(divisors)} ranks.")
+        micro_batches = micro_batches_of(config.training, ddp.world_size)
+        source = f"training.micro_batches is {asked}"
+        advice = ", or a larger training.micro_batches"
+    else:
+        micro_batches = state["micro_batches"]
+        source = f"{path} has {micro_batches} micro-batches per step"
+        advice = ", or begin a new run (another --work_dir, or --fresh)"
+    if asked not in (None, micro_batches):
+        raise ValueError(f"{source}, and training.micro_batches is {asked}; expected the same. "
+                         "Leave training.micro_batches out to continue this run.")
+    check_ranks(ddp.world_size, micro_batches, source, advice)
     return micro_batches
 
 
@@ -399,13 +403,12 @@ def save_run(run, log, ddp, name, keep_last=1, resumes=True, **more) -> None:
                     epoch=progress["step"] // run.steps_per_epoch, micro_batches=run.micro_batches,
                     lr=run.lr, warmup=run.warmup, data=run.fingerprint,
                     machine=describe_machine(ddp), **progress, **more)
-    note_saved(ddp)
+    save_after(run.config.training.snapshot_minutes, ddp)
 
 
 def before_saving(run, log, ddp) -> None:
     """Check what must hold before weights are written: the folder is still ours and, if the last
     step was bad, the weights are finite."""
-    check_lock(run, ddp)
     log.sync()   # the rows up to this step must be on disk before the checkpoint is
     _, bad_in_a_row = run.progress["bad_steps"]
     if bad_in_a_row and not all(p.isfinite().all() for p in run.bare.parameters()):

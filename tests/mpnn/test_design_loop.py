@@ -15,7 +15,7 @@ from mpnn_cases import Atoms
 from sedd.sequences import named_sequences
 from train_dpo_ddp import Config, prepare, train
 from training.config import load_config
-from training.finish import prepare_and_train
+from training.command_line import prepare_and_train
 from training_runs import words
 
 SETTINGS = {"model.base_model_name": "base", "training.num_epochs": 4, "training.batch_size": 8,

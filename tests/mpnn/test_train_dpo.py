@@ -19,7 +19,7 @@ from launchers import fork_ranks, need, run_ranks
 from mpnn.model import (ALPHABET, ProteinMPNN, from_checkpoint, load_proteinmpnn,
                         random_proteinmpnn, to_checkpoint)
 from training.config import load_config
-from training.finish import prepare_and_train
+from training.command_line import prepare_and_train
 from training.resume import hash_of
 from sedd.sequences import decode
 from mpnn.batches import make_batch, orders_of
@@ -413,7 +413,7 @@ def gradients_of(ddp, by_definition=False):
 def test_any_number_of_ranks_makes_the_gradient_of_the_weighted_mean_and_the_designs(tmp_path):
     expected = gradients_of(Ddp(), by_definition=True)
     drawn = designs_of(Ddp())[1].tolist()
-    for n in (1, 2, 4):
+    for n in (1, 2, 3, 4):   # three share the micro-batches unevenly
         found, designs = on_ranks(n, "test_train_dpo", "(gradients_of(ddp), designs_of(ddp)[1]."
                                   "tolist())", tmp_path)
         assert designs == drawn

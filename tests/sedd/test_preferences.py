@@ -17,7 +17,7 @@ from sedd_cases import NOISE, SIZES, write_checkpoint
 from train_dpo_ddp import (Config, MicroBatchDataset, check_config, describe_plan,
                            micro_batch_loss, objective, prepare, train)
 from training.config import load_config
-from training.finish import prepare_and_train
+from training.command_line import prepare_and_train
 from training.loop import MicroBatchSampler
 from training.pair_plan import PairPlan
 from training.resume import hash_of
@@ -172,7 +172,7 @@ def gradients_of(ddp, folder, by_definition=False):
 @pytest.mark.slow
 def test_any_number_of_ranks_makes_the_gradient_of_the_weighted_mean(made):
     expected = gradients_of(Ddp(), made, by_definition=True)
-    for n in (1, 2, 4):
+    for n in (1, 2, 3, 4):
         found = on_ranks(n, "test_preferences", "gradients_of(ddp, '.')", made)
         for a, b in zip(found, expected, strict=True):
             for name in b:

@@ -8,7 +8,6 @@ import itertools
 import math
 import os
 import re
-import zipfile
 
 import numpy as np
 import pytest
@@ -334,8 +333,3 @@ def test_packed_blank_lines_without_end_are_refused_within_two_million_lines(tmp
     assert int(re.search(r"line (\d+): a record of more than", said)[1]) < 2_000_000
 
 
-def test_a_packed_pt_file_that_unpacks_to_more_than_its_bytes_is_refused(tmp_path):
-    path = tmp_path / "p.pt"
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("archive/data/0", bytes(10_000_000))
-    assert "unpacks to" in refusal(read_sequences, path)

@@ -12,7 +12,6 @@ import pytest
 
 from ddp_setup import Ddp
 from training.files import write_text_atomic
-from training.log import read_rows
 from training.watch import read_status, write_status
 from training.folder import RunLock, check_lock, open_run, process_start, replace_status
 
@@ -134,14 +133,6 @@ def test_a_refused_start_leaves_the_outcome_of_steps(code, step, stays, tmp_path
     replace_status(tmp_path, None, "starting")
     replace_status(tmp_path, 2, "no such file", former=former)
     assert (read_status(tmp_path) == former) == stays
-
-
-@pytest.mark.parametrize("row", ["[" * 100000, '{"step": NaN}', '{"step": -1}', '{"step": true}',
-                                 '{"step": 1.5}', '{"step": 1000000000000000000}'])
-def test_a_row_that_cannot_be_read_is_named(row, tmp_path):
-    (tmp_path / "metrics.jsonl").write_text(row + "\n")
-    with pytest.raises(ValueError, match="metrics.jsonl, line 1"):
-        read_rows(tmp_path / "metrics.jsonl")
 
 
 def test_what_a_killed_run_was_writing_is_removed(tmp_path):

@@ -3,6 +3,7 @@ ranks."""
 
 import contextlib
 import dataclasses
+import os
 import sys
 from types import SimpleNamespace
 
@@ -11,8 +12,7 @@ import pytest
 import training.log
 from ddp_setup import Ddp
 from training.config import CommonMonitoring
-from training.files import CannotWrite
-from training.log import RunLog, open_log, read_rows, show_progress
+from training.log import RunLog, open_log, print_line, read_rows, show_progress
 
 
 @dataclasses.dataclass
@@ -28,24 +28,10 @@ def test_a_row_is_in_the_file_as_soon_as_metrics_returns_with_null_for_nan_and_i
     log.close()
 
 
-@pytest.mark.parametrize("rows", ["", None])
-def test_rows_are_not_appended_to_what_a_link_leads_to(rows, tmp_path):
-    if rows is not None:
-        (tmp_path / "other").write_text(rows)
-    (tmp_path / "metrics.jsonl").symlink_to("other")
-    log = RunLog(tmp_path, True, 9)
-    log.truncate(0)
-    log.metrics(1, {"loss": 1.0})
-    log.close()
-    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss": 1.0}\n'
-    assert not (tmp_path / "metrics.jsonl").is_symlink()
-    assert not (tmp_path / "other").exists() or (tmp_path / "other").read_text() == rows
-
-
-def test_a_row_for_which_there_is_no_room_ends_the_run_in_a_sentence(tmp_path):
+def test_an_error_for_want_of_room_names_the_file_of_rows(tmp_path):
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     log = RunLog(tmp_path, True, 9)
-    with pytest.raises(CannotWrite, match="metrics.jsonl: no space is left"):
+    with pytest.raises(OSError, match="No space left on device: '.*metrics.jsonl'"):
         log.metrics(1, {"loss": 1.0})
     with contextlib.suppress(OSError):   # the row is still in the buffer
         log.file.close()
@@ -66,6 +52,30 @@ def test_a_row_that_a_kill_cut_off_is_dropped(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}')
     RunLog(tmp_path, True, 9).truncate(5)
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0}\n'
+
+
+@pytest.mark.parametrize("row", ['{"step": 0}{"step": 1}', '{"loss": 2.8}', "[2.8]"])
+def test_another_row_that_cannot_be_read_is_named(row, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 0}}\n{row}\n')
+    with pytest.raises(ValueError, match="metrics.jsonl, line 2"):
+        read_rows(tmp_path / "metrics.jsonl")
+
+
+@pytest.mark.parametrize("make", [os.pipe, os.openpty])
+def test_a_run_goes_on_when_nobody_reads_its_output(make, monkeypatch):
+    """As after `| tee` has ended by Ctrl-C, or when the terminal was closed."""
+    reader, writer = make()
+    os.close(reader)
+    with open(writer, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        print_line("loss 2.8")
+        print_line("loss 2.7")
+
+
+def test_an_output_that_cannot_be_written_is_an_error(monkeypatch):
+    with pytest.raises(OSError, match="No space left"), open("/dev/full", "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        print_line("loss 2.8")
 
 
 def test_other_ranks_write_and_print_nothing(tmp_path, capsys):
@@ -97,7 +107,6 @@ def test_long_work_shows_in_a_log_how_far_it_is(capsys, monkeypatch):
 
 
 def test_long_work_shows_a_bar_on_a_terminal(capsys, monkeypatch):
-    monkeypatch.setattr(training.log, "BAR_SECONDS", 0)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert list(show_progress("abcd", Ddp(), "reference, pairs")) == list("abcd")
     out, err = capsys.readouterr()

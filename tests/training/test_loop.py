@@ -23,12 +23,21 @@ from training.watch import close_run, save_every, watch_run
 from sedd.fast_cpu import speed_up
 from sedd.model import SEDD
 from training.loop import (after_step, check_rate, open_batches, read_totals, record_score,
-                           scale_for_batch, take_step)
+                           scale_for_batch, share_of, take_step)
 from training_runs import (SCRIPTS, dataset_of, loss_of, losses, needs_pretended_device, on_ranks,
                            take_steps, train)
 
 
 # ---- the step ----
+
+@pytest.mark.parametrize("micro_batches", [1, 4, 12, 13])
+def test_ranks_share_all_micro_batches_of_a_step_as_evenly_as_they_can(micro_batches):
+    for n_ranks in range(1, micro_batches + 1):
+        shares = [share_of(rank, n_ranks, micro_batches) for rank in range(n_ranks)]
+        assert [micro for share in shares for micro in share] == list(range(micro_batches))
+        sizes = {len(share) for share in shares}
+        assert min(sizes) >= 1 and max(sizes) - min(sizes) <= 1
+
 
 @pytest.mark.parametrize("decay, decay_steps, expected", [
     ("none", None, [0.5, 1, 1, 1, 1, 1, 1, 1, 1, 1]),

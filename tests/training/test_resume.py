@@ -108,13 +108,29 @@ def test_a_new_run_takes_accum_micro_batches_per_rank():
     assert count_micro_batches(Former(None, None), config, Ddp(world_size=4)) == 12
 
 
-def test_a_continued_run_keeps_its_micro_batches():
-    assert count_micro_batches(saved(), Config(), Ddp(world_size=3)) == 6
+def test_a_new_run_takes_the_micro_batches_that_its_config_names():
+    config = Config(training=CommonTraining(accum=3, micro_batches=5))
+    assert count_micro_batches(Former(None, None), config, Ddp(world_size=4)) == 5
 
 
-def test_ranks_that_cannot_share_them_are_refused_with_the_numbers_that_can():
-    with pytest.raises(ValueError, match="Continue on 1, 2, 3, 6 ranks"):
-        count_micro_batches(saved(), Config(), Ddp(world_size=4))
+@pytest.mark.parametrize("n_ranks", [1, 3, 4, 6])
+def test_a_continued_run_keeps_its_micro_batches(n_ranks):
+    assert count_micro_batches(saved(), Config(), Ddp(world_size=n_ranks)) == 6
+    same = Config(training=CommonTraining(micro_batches=6))
+    assert count_micro_batches(saved(), same, Ddp(world_size=n_ranks)) == 6
+
+
+def test_more_ranks_than_micro_batches_are_refused_with_the_most_that_can_be():
+    for former, config in ((saved(), Config()),
+                           (Former(None, None), Config(training=CommonTraining(micro_batches=6)))):
+        with pytest.raises(ValueError, match="and there are 7 ranks; .*Give at most 6 rank"):
+            count_micro_batches(former, config, Ddp(world_size=7))
+
+
+def test_another_number_of_micro_batches_than_the_checkpoint_has_is_refused():
+    config = Config(training=CommonTraining(micro_batches=4))
+    with pytest.raises(ValueError, match="last.pt has 6 .*training.micro_batches is 4; expected"):
+        count_micro_batches(saved(), config, Ddp())
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):
