@@ -33,6 +33,7 @@ prepare_job() {   # prepare_job WORD...: sets `hosts`, `cores` (of a rank), `pyt
     read -r -d '' -a hosts <<< "$(scontrol show hostnames "$SLURM_JOB_NODELIST")" || :
     if [ "${#hosts[@]}" = 0 ]; then fail "scontrol names no hosts of $SLURM_JOB_NODELIST."; fi
     open_log "$SLURM_JOB_ID"
+    check_torch
     echo "$(date) job $SLURM_JOB_ID on $SLURM_JOB_NODELIST"
     count_jobs $((${SLURM_RESTART_COUNT:-0} + 1))
     set_deadline
