@@ -24,7 +24,6 @@ import launchers
 from ddp_setup import load_checkpoint
 from launchers import (ROOT, Running, await_that, clean_environment, copy_code, fork_ranks,
                        host_words, need)
-from training.watch import read_status
 from training_runs import same_run
 
 JOBS = ROOT / "jobs"
@@ -86,6 +85,10 @@ def reference(tmp_path_factory):
 def check_finished(run_dir, reference):
     same_run(reference, run_dir)
     assert steps_saved(run_dir) == STEPS and read_status(run_dir)["code"] == 0
+
+
+def read_status(run_dir):
+    return json.loads((run_dir / "status.json").read_text())
 
 
 def steps_saved(run_dir):
@@ -174,8 +177,8 @@ def test_under_slurm_the_run_stops_so_long_before_the_end_of_the_job(save_second
 # ---------------------------------------------------------------- decisions, no ranks
 # In place of mpiexec and srun. A line of `outcomes` per call: what status.json says (-: none), the
 # exit code, and perhaps `old` (no new checkpoint), `cancel` (SIGTERM to the job), `late` (the same
-# once its time is over), `suspect` (of a pre-flight, which names hostA) or `dies:HOST` (as the guard
-# of a rank there says it).
+# once its time is over), `suspect` (of a pre-flight, which names hostA) or `dies:HOST` (as the
+# guard of a rank says it).
 FAKE_LAUNCHER = """#!/bin/bash
 echo "$DDP_WORLD_SIZE $*" >> "$SITE/launched"
 echo "${DDP_DEADLINE:-}" > "$SITE/deadline"
@@ -511,7 +514,8 @@ def test_of_an_array_the_task_is_requeued(site, project):
 @ONE_OF_EACH
 @pytest.mark.parametrize("outcome, given, why", [
     ("0 0", {}, "the training is finished"), ("75 75 cancel", {}, "the job was cancelled"),
-    ("75 75 old", {}, "no start in this job wrote a new checkpoint"), ("2 2", {}, "the run ended with 2, and AGAIN_ON"),
+    ("75 75 old", {}, "no start in this job wrote a new checkpoint"),
+    ("2 2", {}, "the run ended with 2, and AGAIN_ON"),
     ("75 75", {"CHAIN": "0", "REQUEUE": "0"}, " is 0")])
 def test_a_job_says_why_it_does_not_go_on(script, outcome, given, why, site, project):
     site.fake_launcher(outcome)
@@ -1138,7 +1142,7 @@ def test_the_script_for_hosts_without_a_scheduler_refuses_what_it_sets_itself_or
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_nothing_is_trained_after_a_signal_during_the_preflight_by_hand(name, site, project):
-    site.program("python", f"""#!/bin/bash
+    site.program("python", """#!/bin/bash
 if [ "$1" = -c ]; then echo 3; exit; fi
 echo $* >> asked
 trap 'exit 1' INT TERM
