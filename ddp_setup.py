@@ -119,6 +119,7 @@ class State:
     guard: int | None = None      # file descriptor of the pipe to ddp_guard.py
     barriers: int = 0             # how many there have been
     watch: "Watch | None" = None  # see start_watch
+    patience: float = PATIENCE    # seconds to wait for the others in cleanup_ddp
     checkpoint: str = ""          # path of the one to resume from
     step: int | None = None       # of that checkpoint
     advice: str = "The same command goes on from there."   # where there is a checkpoint
@@ -341,6 +342,7 @@ def start_watch(ddp: Ddp, run_dir: str | os.PathLike | None = None, minutes: flo
     watch.limit = 0.0
     if not _alone_in_a_notebook(ddp):
         watch.limit = minutes * 60
+        ddp.state.patience = watch.limit or PATIENCE
         _set_handlers(ddp, watch, signals)
     if watch.limit:
         _open_stacks(ddp, watch)
@@ -1480,7 +1482,7 @@ def _await_others_at_the_end(ddp):
     """Wait for all ranks; end them if some do not come. Then nothing can fail any more: note the
     end of the run."""
     watch = ddp.state.watch
-    limit = (watch and watch.limit) or PATIENCE
+    limit = ddp.state.patience
     _tell_guard(ddp, limit=limit + MARGIN)
     with _time_limit(limit + 2 * MARGIN):
         missing = missing_ranks(ddp, "cleanup", limit)
