@@ -59,7 +59,7 @@ __all__ = [
     "barrier", "broadcast", "choose_device", "choose_dtype", "cleanup_ddp", "ddp_sampler",
     "detect_launcher", "end_watch", "gather", "grad_scaler", "gradient_sync", "load_checkpoint",
     "lock_folder", "missing_ranks", "note_progress", "optimize_with_ipex", "print0",
-    "save_after", "save_checkpoint", "seed_for", "setup_ddp", "start_watch", "stop_reason",
+    "save_checkpoint", "seed_for", "setup_ddp", "start_watch", "stop_reason",
     "stop_wanted", "unwrap_ddp", "worker_init", "wrap_ddp"]
 
 AGAIN = 75         # exit codes, beside 0 finished and 1 failed: stopped on request, work is left
@@ -385,18 +385,9 @@ def stop_reason(ddp: Ddp, step: int, wanted: float | None = None) -> str:
     return ddp.state.watch.requested
 
 
-def save_after(minutes: float, ddp: Ddp) -> None:
-    """Have rank 0 ask all ranks for a checkpoint after so many minutes, see stop_wanted; 0: never.
-    To be called again with each save."""
-    if ddp.state.watch is not None:
-        ddp.state.watch.save_at = time.monotonic() + minutes * 60 if minutes else float("inf")
-
-
 def stop_wanted(ddp: Ddp) -> float:
-    """1.0 if this rank asks all to stop, or to save (see save_after), else 0.0: to be summed over
-    ranks, for stop_reason. If that then returns "", all shall save and go on.
-
-    Rank 0 looks for the deadline, the stop file and the time to save."""
+    """1.0 if this rank has been asked to stop, else 0.0: to be summed over ranks, for stop_reason.
+    Rank 0 looks for the deadline and the stop file."""
     watch = ddp.state.watch
     if watch is None:
         return 0.0
@@ -405,8 +396,7 @@ def stop_wanted(ddp: Ddp) -> float:
             watch.requested = "DDP_DEADLINE is reached"
         elif watch.run_dir and os.path.exists(f"{watch.run_dir}/STOP"):
             watch.requested = f"{watch.run_dir}/STOP exists; remove it before the next start"
-    save_now = ddp.is_main and time.monotonic() >= watch.save_at
-    return float(bool(watch.requested) or save_now)
+    return float(bool(watch.requested))
 
 
 def end_watch(ddp: Ddp, code: int | None = None, reason: str = "") -> None:
@@ -1543,7 +1533,6 @@ class Watch:
     requested: str = ""        # why this rank was asked to stop
     terminated: bool = False   # it was by SIGTERM: perhaps as another rank has failed
     interrupted: float = 0.0   # time of the first Ctrl-C
-    save_at: float = float("inf")   # of time.monotonic, see save_after
     handlers: dict = field(default_factory=dict)   # {signal: its handler before}
 
 
