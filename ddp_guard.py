@@ -347,6 +347,7 @@ class Place(NamedTuple):
     host: str
     step: int       # number of steps done
     answers: bool   # has it written its stacks?
+    waits: bool     # is it in a collective, and so waits for others?
     where: str      # in words
 
 
@@ -360,20 +361,28 @@ def find_place(rank, known):
     the GIL. rank: its process."""
     rank.send_signal(signal.SIGQUIT)
     deadline = time.monotonic() + STACKS
-    place = ""
-    while not place and time.monotonic() < deadline:
+    frames = []
+    while not frames and time.monotonic() < deadline:
         time.sleep(POLL)
         with contextlib.suppress(OSError):
             with open(stacks_of(known, known.rank), errors="replace") as file:
-                place = place_in(file.read())
-    where = f"in {place}" if place else "stopped: no answer"
-    return Place(known.rank, known.host, known.step or 0, bool(place), where)
+                frames = frames_in(file.read())
+    step = known.step or 0
+    if not frames:
+        return Place(known.rank, known.host, step, False, False, "stopped: no answer")
+    innermost = frames[0][0]
+    waits = "torch/distributed" in innermost or innermost.endswith("ddp_setup.py")
+    return Place(known.rank, known.host, step, True, waits, f"in {shown(frames)}")
 
 
-def place_in(stacks):
-    """Where the main thread was: its innermost two frames outside libraries; "" without stacks."""
+def frames_in(stacks):
+    """(path, line, function) of the frames of the main thread, the innermost first."""
     section = stacks.rpartition("Current thread")[2].partition("\n\n")[0]
-    frames = re.findall(r'File "([^"]*)", line (\d+) in (\S+)', section)
+    return re.findall(r'File "([^"]*)", line (\d+) in (\S+)', section)
+
+
+def shown(frames):
+    """The innermost two frames outside libraries, in words."""
     own = [frame for frame in frames if not is_in_a_library(frame[0])]
     places = [f"{function} ({os.path.basename(path)}:{line})"
               for path, line, function in (own or frames)[:2]]
@@ -402,8 +411,8 @@ def find_late(known, own):
     """The Places of those that are late, by what all guards have noted. Rank 0's guard waits OTHERS
     for that; the guards of other ranks have waited, and speak only if rank 0's does not.
 
-    Late are those that do not answer, else those at the lowest step, else the fewest at one place
-    in the code: a rank that works alone is at another place than those which wait for it."""
+    Late are those that do not answer, else those at the lowest step, else those that do not wait for
+    others, else the fewest at one place in the code; on a tie, a guess."""
     deadline = time.monotonic() + (OTHERS if known.rank == 0 else 0.0)
     places = {}
     while len(places) < known.size:
@@ -415,15 +424,19 @@ def find_late(known, own):
             break
         time.sleep(POLL)
     places[known.rank] = own
-    silent = [Place(rank, "an unknown host", 0, False, "its guard or host does not answer")
+    silent = [Place(rank, "an unknown host", 0, False, False, "its guard or host does not answer")
               for rank in range(known.size) if rank not in places]
     if silent:
         return silent
-    groups = {}    # {(has answered, step, where): Places}
+    groups = {}    # {(answers, step, waits, where): Places}
     for place in places.values():
-        groups.setdefault((place.answers, place.step, place.where), []).append(place)
-    latest = min(groups, key=lambda group: (group[0], group[1], len(groups[group])))
-    return groups[latest]
+        groups.setdefault(place[2:], []).append(place)
+
+    def lateness(group):
+        answers, step, waits, _ = group
+        return answers, step, waits, len(groups[group])
+
+    return groups[min(groups, key=lateness)]
 
 
 def listed(items):
