@@ -411,8 +411,8 @@ def find_late(known, own):
     """The Places of those that are late, by what all guards have noted. Rank 0's guard waits OTHERS
     for that; the guards of other ranks have waited, and speak only if rank 0's does not.
 
-    Late are those that do not answer, else those at the lowest step, else those that do not wait for
-    others, else the fewest at one place in the code; on a tie, a guess."""
+    Late are those that do not answer, else those at the lowest step, else those that do not wait
+    for others, else the fewest at one place in the code; on a tie, a guess."""
     deadline = time.monotonic() + (OTHERS if known.rank == 0 else 0.0)
     places = {}
     while len(places) < known.size:

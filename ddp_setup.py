@@ -1343,7 +1343,8 @@ def _leave_context(ddp, error):
 
 
 def _at_exit(ddp):
-    """Python ends without cleanup_ddp."""
+    """Python ends without cleanup_ddp. It closes connections a second before its process is gone:
+    too early for the guard to say so first."""
     if os.getpid() != ddp.state.pid:
         return
     error = getattr(sys, "last_value", None)
