@@ -1398,6 +1398,8 @@ def _abort(ddp, text, code, cause, advise, perhaps_lost):  # noqa: PLR0913
         _write_status(ddp, code, _with_place(ddp, cause))
         with contextlib.suppress(OSError, ValueError):
             print(_last_words(ddp, text, code, cause, advise), file=sys.stderr, flush=True)
+        if ddp.is_main and ddp.world_size > 1:   # those that fail too learn that from its store
+            time.sleep(CULPRIT_FIRST + 0.5)
         _end_others(ddp, code)
     else:
         time.sleep(MARGIN)   # the launcher ends this rank
