@@ -1346,7 +1346,8 @@ def _leave_context(ddp, error):
 
 
 def _at_exit(ddp):
-    """Python ends without cleanup_ddp. A guard also knows the exit code, and says so itself."""
+    """Python ends without cleanup_ddp. It closes connections a second before its process is gone:
+    too early for the guard to say so first."""
     if os.getpid() != ddp.state.pid:
         return
     error = getattr(sys, "last_value", None)
@@ -1401,6 +1402,8 @@ def _abort(ddp, text, code, cause, advise, perhaps_lost):  # noqa: PLR0913
         with contextlib.suppress(OSError, ValueError):
             if text or cause:
                 print(_last_words(ddp, text, code, cause, advise), file=sys.stderr, flush=True)
+        if ddp.is_main and ddp.world_size > 1:   # those that fail too learn that from its store
+            time.sleep(CULPRIT_FIRST + 0.5)
         _end_others(ddp, code)
     else:
         time.sleep(MARGIN)   # the launcher ends this rank
