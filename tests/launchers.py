@@ -218,16 +218,16 @@ class ForkedRanks(contextlib.AbstractContextManager):
         await_that(lambda: all(text in self.out(rank) for rank in self.pids), timeout, self.err)
 
     def codes(self, timeout=600, grace=None):
-        """Wait for all; exit codes, of those killed at the timeout or `grace` seconds after another
-        had failed -9."""
+        """Wait for all; exit codes, of those killed at the timeout -9. grace: when one has failed,
+        end the others by SIGTERM, and so many seconds later by SIGKILL; None: do not."""
         return ask_fork_server(wait=list(self.pids.values()), timeout=timeout, grace=grace)
 
 
 def fork_ranks(n, argv, cwd, env=None, timeout=600):
     """Run `python argv` on n ForkedRanks to their end and return a Result.
 
-    They have the variables of torchrun, and no guard unless `env` holds DDP_GUARD=1. returncode: of
-    the first rank that failed; -9 where it outlived `timeout`, or the failure of another by GRACE.
+    They have the variables of torchrun, and no guard unless `env` holds DDP_GUARD=1. When one has
+    failed, the others are ended as a launcher does it. returncode: of the first rank that failed.
     """
     common = {"DDP_GUARD": 0, **(env or {})}
     environments = {0: common}
@@ -242,12 +242,18 @@ def fork_ranks(n, argv, cwd, env=None, timeout=600):
     return Result(first_failure(codes), ranks.out(), ranks.err(), time.monotonic() - start)
 
 
+def read_status(run_dir):
+    """What status.json of a run folder says, as a dict; {} if there is none."""
+    path = Path(run_dir, "status.json")
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
 def first_failure(codes):
-    """The first exit code that is not 0, or 0."""
-    for code in codes:
-        if code != 0:
-            return code
-    return 0
+    """The first exit code that is not 0, if possible of a rank that was not ended because another
+    had failed; or 0."""
+    failed = [code for code in codes if code != 0]
+    by_themselves = [code for code in failed if code not in (-signal.SIGTERM, -signal.SIGKILL)]
+    return [*by_themselves, *failed, 0][0]
 
 
 def code_files():
