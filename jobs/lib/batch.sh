@@ -149,7 +149,7 @@ run_preflight() {   # check the machine, unless PREFLIGHT is empty. Sets `code`,
   outcome=$code
 }
 
-run_training() {   # sets `code`, and `outcome`: a code of README.md, `killed`, or `refused`
+run_training() {   # sets `code`, and `outcome`: the same, or `killed`
   local status=$RUN_DIR/status.json status_before
   status_before=$(written "$status")
   code=0
@@ -158,14 +158,14 @@ run_training() {   # sets `code`, and `outcome`: a code of README.md, `killed`, 
   # status.json says more than the launcher's code: PALS ends with 143 after any failure, MPICH with
   # 9 after a SIGKILL. A start that was refused has not written it.
   outcome=$code
-  if [ "$(written "$status")" = "$status_before" ]; then
-    if [[ " 0 2 75 130 " != *" $code "* ]]; then outcome=refused; fi
-  elif [[ $(cat "$status") =~ ^\{\"code\":\ *([0-9]+), ]]; then
-    code=${BASH_REMATCH[1]}
-    outcome=$code
-  else               # null: killed before it could say how it ends
-    outcome=killed
-    if [ "$code" = 0 ]; then code=1; fi
+  if [ "$(written "$status")" != "$status_before" ]; then
+    if [[ $(cat "$status") =~ ^\{\"code\":\ *([0-9]+), ]]; then
+      code=${BASH_REMATCH[1]}
+      outcome=$code
+    else               # null: killed before it could say how it ends
+      outcome=killed
+      if [ "$code" = 0 ]; then code=1; fi
+    fi
   fi
   echo "$(date) ended: exit code $code ($outcome); cancelled: ${cancelled:-no}"
 }

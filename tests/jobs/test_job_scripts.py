@@ -700,8 +700,10 @@ def ranks_started(site):
     ("1 1 dies:hostB", {}, [4, 2]), ("70 1 dies:hostB.any.domain", {}, [4, 2]),
     # PALS ends with 143 after any failure: no sign of the walltime, nor is a SIGKILL.
     ("null 143 dies:hostA", {}, [4, 2]), ("null 137", {}, [4, 4]), ("1 143 dies:hostC", {}, [4, 4]),
-    ("0 0", {}, [4]), ("75 75", {}, [4]), ("2 143", {}, [4]), ("- 143 dies:hostB", {}, [4]),
-    ("130 1", {}, [4]), ("1 1 cancel", {}, [4]), ("1 1 dies:hostB", {"RETRIES": "0"}, [4]),
+    ("0 0", {}, [4]), ("75 75", {}, [4]), ("130 1", {}, [4]), ("2 143", {}, [4]),
+    # Without status.json it has not begun; PALS' 143 may then be a refusal.
+    ("- 1 dies:hostB", {}, [4, 2]), ("- 143", {}, [4]), ("- 2", {}, [4]),
+    ("1 1 cancel", {}, [4]), ("1 1 dies:hostB", {"RETRIES": "0"}, [4]),
     # Of two hours, less than five minutes are left until the run has to save.
     ("1 1 dies:hostB", {"SAVE_SECONDS": "7000", "END": 7200}, [4])])
 def test_a_run_that_failed_starts_again_without_the_host_at_fault(script, outcome, given, ranks,
