@@ -11,9 +11,8 @@ import time
 
 import pytest
 
-import ddp_setup
-from ddp_setup import (Ddp, SetupError, end_watch, lock_folder, note_progress, save_after,
-                       setup_ddp, start_watch, stop_reason, stop_wanted)
+from ddp_setup import (Ddp, SetupError, end_watch, lock_folder, note_progress, setup_ddp,
+                       start_watch, stop_reason, stop_wanted)
 from launchers import ROOT, ForkedRanks, await_that, fork_ranks, own_tracebacks, read_status
 
 HEAD = f"""
@@ -317,34 +316,6 @@ print("alive")
 
 
 # ---------------------------------------------------------------- checkpoints by time
-@pytest.mark.parametrize("seconds, wanted", [(0, 0.0), (110, 0.0), (130, 1.0)])
-def test_a_checkpoint_is_wanted_when_so_many_minutes_have_passed(seconds, wanted, monkeypatch):
-    ddp = Ddp()
-    start_watch(ddp, minutes=0)
-    save_after(2, ddp)
-    later = time.monotonic() + seconds
-    monkeypatch.setattr(time, "monotonic", lambda: later)
-    assert stop_wanted(ddp) == wanted
-    assert stop_reason(ddp, 1) == ""    # it is no reason to stop
-    end_watch(ddp)
-
-
-def test_no_checkpoint_is_wanted_by_time_if_nobody_asks_for_them():
-    ddp = Ddp()
-    start_watch(ddp, minutes=0)
-    save_after(1e-9, ddp)
-    save_after(0, ddp)
-    assert stop_wanted(ddp) == 0.0
-    end_watch(ddp)
-
-
-def test_the_clock_of_another_rank_wants_no_checkpoint():
-    ddp = Ddp(rank=1, world_size=2)
-    ddp.state.watch = ddp_setup.Watch()
-    save_after(1e-9, ddp)
-    assert stop_wanted(ddp) == 0.0
-
-
 # ---------------------------------------------------------------- how a process ends
 def ends(folder, text, ranks=1, **env):
     """The Result of a script, without a guard, and its last line on stderr."""
