@@ -212,7 +212,8 @@ def gradient_sync(model: torch.nn.Module, last: bool) -> contextlib.AbstractCont
     over ranks.
 
     With static_graph, DDP records the graph in its first backward, which must not be under no_sync.
-    So all micro-steps of the first step average gradients, which does not change the result."""
+    So all micro-steps of the first step average gradients, which does not change the result. All
+    ranks must then have equally many of them."""
     if not isinstance(model, DistributedDataParallel):
         return contextlib.nullcontext()
     if model.static_graph and not getattr(model, "static_graph_recorded", False):
