@@ -106,7 +106,8 @@ class Ddp:
         return self
 
     def __exit__(self, kind, error, tb) -> None:
-        _leave_context(self, error)
+        if os.getpid() == self.state.pid:   # a forked child may leave as it likes
+            _leave_context(self, error)
 
 
 @dataclass
