@@ -407,6 +407,13 @@ def read_place(path):
     return None
 
 
+def host_of(known, rank):
+    """Name of the host of a rank, which is the first line of the file of its stacks."""
+    with contextlib.suppress(OSError), open(stacks_of(known, rank), errors="replace") as file:
+        return file.readline().strip() or "?"
+    return "?"
+
+
 def find_late(known, own):
     """The Places of those that are late, by what all guards have noted. Rank 0's guard waits OTHERS
     for that; the guards of other ranks have waited, and speak only if rank 0's does not.
@@ -424,7 +431,7 @@ def find_late(known, own):
             break
         time.sleep(POLL)
     places[known.rank] = own
-    silent = [Place(rank, "an unknown host", 0, False, False, "its guard or host does not answer")
+    silent = [Place(rank, host_of(known, rank), 0, False, False, "its guard or host does not answer")
               for rank in range(known.size) if rank not in places]
     if silent:
         return silent
