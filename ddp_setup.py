@@ -497,10 +497,13 @@ def cleanup_ddp(ddp: Ddp) -> None:
     guard, Python must end within two minutes after this."""
     if ddp.state.clean:
         return
-    ddp.state.clean = True
-    atexit.unregister(_at_exit)
-    _await_others_at_the_end(ddp)
-    _close_connections(ddp)
+    try:
+        _await_others_at_the_end(ddp)
+        ddp.state.clean = True
+        atexit.unregister(_at_exit)
+        _close_connections(ddp)
+    except RuntimeError as error:   # perhaps another rank has died
+        _abort_with(ddp, error)
     _tell_guard(ddp, left=True, limit=2 * CLOSING)   # a profiler may still write its traces
     setup_ddp.current = None
 
@@ -891,6 +894,8 @@ def _set_up(device, backend, seed, ranks, timeout, init_timeout, ipex):  # noqa:
     _refuse_other_size(ddp, "DDP_WORLD_SIZE", _int(env, "DDP_WORLD_SIZE"))
     ddp = replace(ddp, seed=seed, host=socket.gethostname(), timeout=timeout,
                   state=State(mpi=mpi, ipex=ipex, guard=_pipe_to_guard()))
+    _tell_guard(ddp, rank=ddp.rank, host=ddp.host, slurm_step=_slurm_step_of(ddp, env))
+    _write_stacks_to(None, ddp)
     error = ""
     try:
         ddp = _bind_device(ddp, device, backend)
@@ -902,9 +907,9 @@ def _set_up(device, backend, seed, ranks, timeout, init_timeout, ipex):  # noqa:
         ddp = _join(ddp, env, init_timeout, error)
     else:
         ddp = replace(ddp, hosts=(ddp.host,))
-    _tell_guard(ddp, rank=ddp.rank, size=ddp.world_size, host=ddp.host,
-                slurm_step=_slurm_step_of(ddp, env))
+    _tell_guard(ddp, size=ddp.world_size)
     atexit.register(_at_exit, ddp)
+    _set_exception_hook(ddp)
     _seed_all(seed)
     return ddp
 
@@ -1322,7 +1327,21 @@ def _tell_guard(ddp, **message):
 
 def _alone_in_a_notebook(ddp):
     """A single interactive process: neither an exception nor a long pause may end it."""
-    return ddp.world_size == 1 and hasattr(sys, "ps1")
+    return ddp.world_size == 1 and (hasattr(sys, "ps1") or bool(sys.flags.interactive))
+
+
+def _set_exception_hook(ddp):
+    """Have an exception that nobody catches end all ranks. Python would print it on each rank, also
+    where it is only the consequence of another one's, and then end this rank alone."""
+    before = sys.excepthook
+
+    def end_all(kind, error, tb):
+        is_rank = os.getpid() == ddp.state.pid
+        if is_rank and not ddp.state.clean and not _alone_in_a_notebook(ddp):
+            _abort_with(ddp, error)
+        before(kind, error, tb)
+
+    sys.excepthook = end_all
 
 
 def _leave_context(ddp, error):
@@ -1339,18 +1358,19 @@ def _leave_context(ddp, error):
 
 
 def _at_exit(ddp):
-    """Python ends without cleanup_ddp."""
+    """Python ends without cleanup_ddp. It closes connections a second before its process is gone:
+    too early for the guard to say so first."""
     if os.getpid() != ddp.state.pid:
         return
-    error = getattr(sys, "last_value", None)   # which nobody caught; Python has printed it
-    if error is not None:
-        _abort_with(ddp, error, printed=True)
+    error = getattr(sys, "last_value", None)
+    if error is not None:   # nobody caught it, and a library's own hook has printed it
+        abort(ddp, _in_one_line(error))
     if ddp.world_size > 1:
         abort(ddp, "ended without cleanup_ddp. Call it at the end, or use `with setup_ddp()`.")
 
 
-def _abort_with(ddp, error, printed=False):
-    """End all ranks because of an exception in this one. printed: Python has shown it already."""
+def _abort_with(ddp, error):
+    """End all ranks because of an exception in this one."""
     if isinstance(error, KeyboardInterrupt):
         abort(ddp, "interrupted (Ctrl-C)", INTERRUPTED)
     if isinstance(error, SystemExit) and isinstance(error.code, str):
@@ -1359,13 +1379,12 @@ def _abort_with(ddp, error, printed=False):
         code = error.code if isinstance(error.code, int) else 1
         abort(ddp, f"left with exit code {error.code}", code)
     if getattr(error, "expected", False):   # an attribute of exceptions that are no bugs
-        abort(ddp, "" if printed else str(error), cause=str(error).partition("\n")[0],
-              advise=False)
+        abort(ddp, str(error), advise=False)
     text = "".join(traceback.format_exception(error)).rstrip()
     out_of_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
     # Errors of torch's backends are RuntimeErrors: perhaps of a connection that another rank lost.
     perhaps_lost = isinstance(error, RuntimeError) and not out_of_memory
-    _abort(ddp, "" if printed else text, 1, _in_one_line(error), not out_of_memory, perhaps_lost)
+    _abort(ddp, text, 1, _in_one_line(error), not out_of_memory, perhaps_lost)
 
 
 def _abort(ddp, text, code, cause, advise, perhaps_lost):  # noqa: PLR0913
@@ -1373,7 +1392,7 @@ def _abort(ddp, text, code, cause, advise, perhaps_lost):  # noqa: PLR0913
 
     Who speaks? All ranks but rank 0, and a rank that perhaps has lost another, first wait for the
     rank at fault, or its guard: launchers end all when that one has exited. Then the first to say
-    so in the store."""
+    so in the store, unless status.json tells that a guard has spoken."""
     code = code % 256 or 1
     if _alone_in_a_notebook(ddp):
         print(text or cause, file=sys.stderr)
@@ -1394,6 +1413,8 @@ def _abort(ddp, text, code, cause, advise, perhaps_lost):  # noqa: PLR0913
         _write_status(ddp, code, _with_place(ddp, cause))
         with contextlib.suppress(OSError, ValueError):
             print(_last_words(ddp, text, code, cause, advise), file=sys.stderr, flush=True)
+        if ddp.is_main and ddp.world_size > 1:   # those that fail too learn that from its store
+            time.sleep(CULPRIT_FIRST + 0.5)
         _end_others(ddp, code)
     else:
         time.sleep(MARGIN)   # the launcher ends this rank
@@ -1401,9 +1422,12 @@ def _abort(ddp, text, code, cause, advise, perhaps_lost):  # noqa: PLR0913
 
 
 def _is_first_to_speak(ddp):
-    """Whether no other rank has said why the run ends; True where the store does not answer."""
+    """Whether no other rank or guard has said why the run ends; True where the store does not
+    answer."""
     if ddp.world_size == 1:
         return True
+    if _status_code(ddp) not in (None, 0, AGAIN):
+        return False
     with contextlib.suppress(RuntimeError), _time_limit(MARGIN):
         return ddp.store.add("spoken", 1) == 1
     return True
@@ -1580,12 +1604,21 @@ def _write_status(ddp, code, reason):
         return
     if code in (None, 0, AGAIN) and not ddp.is_main:
         return
-    path = os.path.join(watch.run_dir, "status.json")
-    with contextlib.suppress(OSError, ValueError):   # perhaps a full disk is the failure itself
-        if code is not None and json.loads(Path(path).read_text())["code"] is not None:
-            return
-        text = json.dumps({"code": code, "reason": reason, "step": watch.step})
-        _write_whole(path, lambda file: file.write(text.encode() + b"\n"))
+    if code is not None and _status_code(ddp) is not None:
+        return
+    text = json.dumps({"code": code, "reason": reason, "step": watch.step})
+    with contextlib.suppress(OSError):   # perhaps a full disk is the failure itself
+        _write_whole(os.path.join(watch.run_dir, "status.json"),
+                     lambda file: file.write(text.encode() + b"\n"))
+
+
+def _status_code(ddp):
+    """The code in status.json: None while the run is on, and where there is none."""
+    watch = ddp.state.watch
+    if watch is not None and watch.run_dir is not None:
+        with contextlib.suppress(OSError, ValueError):
+            return json.loads(Path(watch.run_dir, "status.json").read_text())["code"]
+    return None
 
 
 def _set_handlers(ddp, watch, signals):
@@ -1627,32 +1660,37 @@ def _request_stop(ddp, number):
 
 
 def _open_stacks(ddp, watch):
-    """Open the file for stack traces. The guard asks for them by SIGQUIT: faulthandler answers even
-    while a library call holds the GIL."""
+    """Open the file for stack traces."""
     if watch.run_dir is not None:
         folder = os.path.join(watch.run_dir, "stacks")
         with contextlib.suppress(OSError):   # without a file the stacks go to stderr
             os.makedirs(folder, exist_ok=True)
             watch.stacks = open(os.path.join(folder, f"rank_{ddp.rank}.txt"), "w")
+            watch.stacks.write(f"{ddp.host}\n")   # for a guard, if this host does not answer
+            watch.stacks.flush()
         if ddp.backend == "nccl":
             os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", os.path.join(folder, "nccl_rank_"))
+    _write_stacks_to(watch.stacks, ddp)
+
+
+def _write_stacks_to(file, ddp):
+    """Have faulthandler write the stacks there if the guard asks by SIGQUIT: it answers even while
+    a library call holds the GIL. file: None means stderr."""
     if ddp.state.guard is not None:
-        faulthandler.register(signal.SIGQUIT, watch.stacks or sys.__stderr__)
+        with contextlib.suppress(ValueError, AttributeError, OSError):   # stderr is no real file
+            faulthandler.register(signal.SIGQUIT, file or sys.__stderr__)
 
 
 def _close_stacks(ddp, watch):
-    """Close the file of the stacks; an empty one is removed."""
+    """Close the file of the stacks; one that holds none is removed."""
     if watch.limit and ddp.state.guard is None:
         faulthandler.cancel_dump_traceback_later()
-    elif watch.limit:
-        faulthandler.unregister(signal.SIGQUIT)
-        with contextlib.suppress(ValueError):   # not the main thread
-            signal.signal(signal.SIGQUIT, signal.SIG_IGN)   # a late request of the guard
+    _write_stacks_to(None, ddp)
     if watch.stacks is None:
         return
     watch.stacks.close()
     with contextlib.suppress(OSError):
-        if os.path.getsize(watch.stacks.name) == 0:
+        if Path(watch.stacks.name).read_text() == f"{ddp.host}\n":
             os.unlink(watch.stacks.name)
             os.rmdir(os.path.dirname(watch.stacks.name))
     watch.stacks = None

@@ -47,8 +47,8 @@ HOSTS = {"hostA": "10.77.0.1", "hostB": "10.77.0.2"}
 # What a batch system or an outer launcher may have left in our own environment.
 _DROPPED_PREFIXES = (
     "SLURM_", "SBATCH_", "SRUN_", "PMI_", "PMIX_", "OMPI_", "PRTE_", "PALS_", "MPI_LOCAL", "HYDRA_",
-    "HYDI_", "I_MPI_", "MV2_", "FLUX_", "JSM_", "LSB_", "PBS_", "TORCHELASTIC_", "TORCH_", "GLOO_",
-    "MPI4PY_", "DDP_", "ROLE_", "GROUP_")
+    "HYDI_", "I_MPI_", "PBS_", "TORCHELASTIC_", "TORCH_", "GLOO_", "MPI4PY_", "DDP_", "ROLE_",
+    "GROUP_")
 _DROPPED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR",
             "MASTER_PORT", "PYTHONPATH")
 # Where a rank's number stands in its environment, innermost launcher first.
@@ -210,8 +210,10 @@ class ForkedRanks(contextlib.AbstractContextManager):
         return "".join(_read(out) for number, (out, _) in self._files.items()
                        if rank in (None, number))
 
-    def err(self):
-        return "".join(_read(err) for _, err in self._files.values())
+    def err(self, rank=None):
+        """As out(), of stderr."""
+        return "".join(_read(err) for number, (_, err) in self._files.items()
+                       if rank in (None, number))
 
     def wait_for(self, text, timeout=600):
         """Return once every rank has printed `text`."""
@@ -359,7 +361,8 @@ class Running(contextlib.AbstractContextManager):
             numbers = [environment[name] for name in _RANK_VARIABLES if environment.get(name)]
             if numbers:
                 ranks[pid] = int(numbers[0])
-            if environment.get("DDP_GUARD_FD", "").endswith(f":{_parent(pid)}"):
+            guard = environment.get("DDP_GUARD_FD", "::").split(":")[1]   # PIPE:GUARD:LAUNCHER
+            if guard == str(_parent(pid)):
                 guarded[_parent(pid)] = pid
         return {rank: (pid, guarded.get(pid, pid)) for pid, rank in ranks.items()
                 if ranks.get(_parent(pid)) != rank}
@@ -443,6 +446,12 @@ def seconds_until(condition, limit):
     while not condition() and time.monotonic() < start + limit:
         time.sleep(0.02)
     return time.monotonic() - start - (stolen_seconds() - stolen)
+
+
+def read_status(run_dir):
+    """status.json of a run folder; {} if there is none."""
+    path = Path(run_dir) / "status.json"
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def await_that(condition, seconds, what):
