@@ -68,13 +68,12 @@ def supervise(command: list[str] | None = None) -> None:
 
     Args:
         command: the program to guard and its arguments; None: this script, with its arguments."""
-    if not _is_a_script():
-        return
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    is_a_script = _is_a_script()
+    if is_a_script and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)   # Ctrl-C in an import: no traceback
     if _has_a_guard():
         return
-    if os.environ.get("DDP_GUARD") == "0":
+    if not is_a_script or os.environ.get("DDP_GUARD") == "0":
         if command is not None:
             os.execv(command[0], command)
         return
