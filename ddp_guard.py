@@ -47,6 +47,7 @@ SUSPENDED = 5.0     # a guard that did not run for so long was suspended, and it
 STACKS = 3.0        # for a rank to write its stacks
 OTHERS = 20.0       # for the guards of other ranks to reach their limits too, and to say so
 SCANCEL = 30.0      # for Slurm to end a job step
+READER = 5.0        # for the reader of a pipe to make room
 FORWARDING = 0.5    # for a launcher to forward what was printed, before all is ended
 RANK_0_FIRST = 1.5  # for rank 0's guard to say what all guards know
 TURN = 0.1          # between the guards of two ranks, where rank 0's does not speak
@@ -198,7 +199,8 @@ class Guard:
         self.text += os.read(self.pipe, 1 << 16)
         *lines, self.text = self.text.split(b"\n")
         for line in lines:
-            self.known.hear(line)
+            with contextlib.suppress(ValueError):   # no JSON: a guard must not end a healthy run
+                self.known.hear(line)
         if not lines:     # the rank has closed its end, and exits
             time.sleep(seconds)
         return bool(lines)
@@ -304,9 +306,11 @@ class Guard:
 
 
 def say(text):
-    """Print an error by the kernel alone, all at once."""
-    with contextlib.suppress(OSError):
-        os.write(2, text.encode())
+    """Print an error by the kernel alone, all at once; not where nobody reads it any more, as the
+    guard would wait there for ever."""
+    if select.select([], [2], [], READER)[1]:
+        with contextlib.suppress(OSError):
+            os.write(2, text.encode())
 
 
 def status_code(known):
