@@ -210,7 +210,7 @@ class Guard:
         if self.ending and number in (signal.SIGTERM, signal.SIGINT):
             self.rank.kill()
             os._exit(128 + number)
-        if number == signal.SIGINT and self.is_second_interrupt():
+        if number == signal.SIGINT and not self.known.left and self.is_second_interrupt():
             self.ending = True
             self.rank.kill()   # even if it is stuck
             if self.known.rank != 0:
