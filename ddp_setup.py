@@ -107,7 +107,8 @@ class Ddp:
         return self
 
     def __exit__(self, kind, error, tb) -> None:
-        _leave_context(self, error)
+        if os.getpid() == self.state.pid:   # a forked child may leave as it likes
+            _leave_context(self, error)
 
 
 @dataclass
@@ -1660,6 +1661,8 @@ def _open_stacks(ddp, watch):
         with contextlib.suppress(OSError):   # without a file the stacks go to stderr
             os.makedirs(folder, exist_ok=True)
             watch.stacks = open(os.path.join(folder, f"rank_{ddp.rank}.txt"), "w")
+            watch.stacks.write(f"{ddp.host}\n")   # for a guard, if this host does not answer
+            watch.stacks.flush()
         if ddp.backend == "nccl":
             os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", os.path.join(folder, "nccl_rank_"))
     _write_stacks_to(watch.stacks, ddp)
@@ -1674,7 +1677,7 @@ def _write_stacks_to(file, ddp):
 
 
 def _close_stacks(ddp, watch):
-    """Close the file of the stacks; an empty one is removed."""
+    """Close the file of the stacks; one that holds none is removed."""
     if watch.limit and ddp.state.guard is None:
         faulthandler.cancel_dump_traceback_later()
     _write_stacks_to(None, ddp)
@@ -1682,7 +1685,7 @@ def _close_stacks(ddp, watch):
         return
     watch.stacks.close()
     with contextlib.suppress(OSError):
-        if os.path.getsize(watch.stacks.name) == 0:
+        if Path(watch.stacks.name).read_text() == f"{ddp.host}\n":
             os.unlink(watch.stacks.name)
             os.rmdir(os.path.dirname(watch.stacks.name))
     watch.stacks = None
