@@ -433,7 +433,8 @@ def find_late(known, own):
             break
         time.sleep(POLL)
     places[known.rank] = own
-    silent = [Place(rank, host_of(known, rank), 0, False, False, "its guard or host does not answer")
+    no_answer = "its guard or host does not answer"
+    silent = [Place(rank, host_of(known, rank), 0, False, False, no_answer)
               for rank in range(known.size) if rank not in places]
     if silent:
         return silent
