@@ -125,6 +125,7 @@ class State:
     step: int | None = None       # of that checkpoint
     advice: str = "The same command goes on from there."   # where there is a checkpoint
     damaged: str = ""             # checkpoint that could not be loaded
+    terminated: bool = False      # by SIGTERM, as launchers do when another rank has failed
     clean: bool = False           # cleanup_ddp was called
 
 
@@ -1395,8 +1396,8 @@ def _abort(ddp, text, code, cause, advise, perhaps_lost):  # noqa: PLR0913
     if watch is not None:
         for number in watch.handlers:
             signal.signal(number, signal.SIG_DFL)   # the launcher's SIGTERM must end this rank
-        if perhaps_lost and watch.terminated:
-            os._exit(code)   # the launcher has ended all because of another rank
+    if perhaps_lost and ddp.state.terminated:
+        os._exit(code)   # the launcher ends all because of another rank, or is gone itself
     if ddp.world_size > 1 and (perhaps_lost or not ddp.is_main):
         time.sleep(CULPRIT_FIRST)
     if _is_first_to_speak(ddp):
@@ -1536,7 +1537,6 @@ class Watch:
     stacks: IO | None = None   # file for stack traces of this rank; None: stderr
     step: int | None = None    # number of steps done
     requested: str = ""        # why this rank was asked to stop
-    terminated: bool = False   # it was by SIGTERM: perhaps as another rank has failed
     interrupted: float = 0.0   # time of the first Ctrl-C
     handlers: dict = field(default_factory=dict)   # {signal: its handler before}
 
@@ -1638,7 +1638,7 @@ def _request_stop(ddp, number):
     watch = ddp.state.watch
     name = signal.Signals(number).name
     if number == signal.SIGTERM:
-        watch.terminated = True
+        ddp.state.terminated = True
     if number == signal.SIGINT:
         same_ctrl_c = 0.2   # seconds between two signals of one, from terminal and launcher
         if watch.interrupted and time.monotonic() - watch.interrupted > same_ctrl_c:
