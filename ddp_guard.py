@@ -74,12 +74,12 @@ def supervise(command: list[str] | None = None) -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)   # Ctrl-C in an import: no traceback
     if _has_a_guard():
         return
+    if "TORCHELASTIC_RUN_ID" in os.environ or "OMPI_COMM_WORLD_RANK" in os.environ:
+        die_with_parent(signal.SIGTERM)   # torchrun and Open MPI leave ranks behind when killed
     if not is_a_script or os.environ.get("DDP_GUARD") == "0":
         if command is not None:
             os.execv(command[0], command)
         return
-    if "TORCHELASTIC_RUN_ID" in os.environ or "OMPI_COMM_WORLD_RANK" in os.environ:
-        die_with_parent(signal.SIGTERM)   # torchrun and Open MPI leave ranks behind when killed
     rank, pipe = start_rank(command or [sys.executable, *sys.orig_argv[1:]])
     Guard(rank, pipe).run()
 
