@@ -89,7 +89,8 @@ def _is_a_script():
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     is_interactive = hasattr(sys, "ps1") or sys.flags.interactive
     is_debugged = sys.gettrace() or "bdb" in sys.modules or "pydevd" in sys.modules
-    return os.name == "posix" and script and not is_interactive and not is_debugged
+    has_file = script is not None and os.path.exists(script)
+    return os.name == "posix" and has_file and not is_interactive and not is_debugged
 
 
 def _has_a_guard():

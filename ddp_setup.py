@@ -1028,19 +1028,19 @@ def _place_of_rank_0(ddp, env):
 
 def _computed_port(ddp, env):
     """A port that all ranks of this launch compute alike, below the kernel's ephemeral ports."""
-    return 10000 + seed_for(f"{ddp.launcher} {_launch_name(ddp, env)} {ddp.world_size}") % 20000
+    name = _launch_name(ddp, env)
+    if ddp.on_one_host and not LAUNCHERS[ddp.launcher].launch:
+        name += f" {_launcher_process(ddp)}"
+    return 10000 + seed_for(f"{ddp.launcher} {name} {ddp.world_size}") % 20000
 
 
 def _launch_name(ddp, env):
-    """What tells this launch from others: identifiers of the job and of the launch, or else, on one
-    host, the launcher's process id."""
+    """What tells this launch from others: the identifiers that the launcher and the batch system
+    give it, if any."""
     names = f"{JOBS} {LAUNCHERS[ddp.launcher].launch} TORCHELASTIC_RESTART_COUNT"
     if _is_slurm_step(ddp, env):   # perhaps beside another row
         names += f" {LAUNCHERS['Slurm step'].launch}"
-    found = [env[name] for name in names.split() if env.get(name)]
-    if not LAUNCHERS[ddp.launcher].launch and ddp.on_one_host:
-        found.append(_launcher_process(ddp))
-    return "-".join(found)
+    return "-".join(env[name] for name in names.split() if env.get(name))
 
 
 def _launcher_process(ddp):
