@@ -1394,9 +1394,11 @@ def _abort(ddp, text, code, cause, advise, perhaps_lost):  # noqa: PLR0913
     _tell_guard(ddp, spoken=True, limit=CLOSING)
     watch = ddp.state.watch
     if watch is not None:
-        for number in watch.handlers:
-            signal.signal(number, signal.SIG_DFL)   # the launcher's SIGTERM must end this rank
-    if perhaps_lost and ddp.state.terminated:
+        with contextlib.suppress(ValueError):   # not the main thread
+            for number in watch.handlers:
+                signal.signal(number, signal.SIG_DFL)   # the launcher's SIGTERM must end this rank
+    status_tells = watch is not None and watch.run_dir is not None   # whether another has spoken
+    if perhaps_lost and ddp.state.terminated and not status_tells:
         os._exit(code)   # the launcher ends all because of another rank, or is gone itself
     if ddp.world_size > 1 and (perhaps_lost or not ddp.is_main):
         time.sleep(CULPRIT_FIRST)
@@ -1578,8 +1580,10 @@ def _take_folder(ddp, watch, run_dir):
             watch.lock.close()
         try:
             watch.lock = lock_folder(run_dir)
-        except (ValueError, OSError) as error:
+        except ValueError as error:
             problem = str(error)
+        except OSError as error:
+            problem = f"cannot write into {run_dir}: {error.strerror}"
     problem = broadcast(problem, ddp)
     if problem:
         raise ValueError(problem)
