@@ -122,6 +122,15 @@ def await_step(folder, step, alive):
     await_that(seen, 400, lambda: f"step {step}\n{logs(folder)}")
 
 
+def rank_process(job, place):
+    """The process, not the guard, of the rank that has `place` in its environment."""
+    found = [pid for pid in job.pids()
+             if place in launchers.environment_of(pid)
+             and any(entry.startswith("DDP_GUARD_FD=") for entry in launchers.environment_of(pid))]
+    assert len(found) == 1, found
+    return found[0]
+
+
 def bash(folder, *words, **env):
     """Run `bash WORDS` in `folder` to its end: a Result."""
     with Running(["bash", *map(str, words)], folder, clean_environment(env=env)) as running:
@@ -1004,10 +1013,7 @@ def test_slurm_jobs_go_on_after_scancel_and_usr1_to_the_weights_of_an_undisturbe
 def test_after_a_killed_rank_a_slurm_job_goes_on_without_its_host(slurm, project):
     with SlurmJob(project, PREFLIGHT="") as job:
         await_step(project, 7, job.alive)
-        environments = {pid: "\n".join(launchers.environment_of(pid)) for pid in job.pids()}
-        rank_3, = [pid for pid, found in environments.items()
-                   if "SLURM_PROCID=3\n" in found and "\nDDP_GUARD_FD=" in found]
-        os.kill(rank_3, signal.SIGKILL)
+        os.kill(rank_process(job, "SLURM_PROCID=3"), signal.SIGKILL)
         await_that(lambda: "starting again (1 of 1) on n1, without n2" in logs(project), 120,
                    lambda: logs(project))
         (project / "slow").unlink()
@@ -1092,7 +1098,7 @@ def test_pbs_jobs_go_on_after_qdel_and_by_the_clock_to_the_weights_of_an_undistu
     assert not site.goes_on()
     for said in ("launcher PALS: rank 0 of 4", "by MPI broadcast"):
         assert text.count(said) == 2, text      # pre-flight, training
-    assert text.count("4 ranks on 2 host(s), 2 per host") == 1, text
+    assert text.count("4 rank(s) on 2 host(s), 2 per host") == 1, text
     assert (site.folder / "cpu-bind").read_text().startswith("list:")
 
     (project / "driver.py").write_text(DRIVER.replace(     # its first step lasts until the deadline
@@ -1122,7 +1128,7 @@ def test_after_a_killed_rank_a_pbs_job_starts_again_and_finishes(pals_site, proj
     site = pals_site
     with site.start("aurora.pbs", "101.site", on="hostA", PREFLIGHT="") as job:
         await_step(project, 7, lambda: job.process.poll() is None)
-        os.kill(job.rank_pids()[3], signal.SIGKILL)
+        os.kill(rank_process(job, "PALS_RANKID=3"), signal.SIGKILL)
         (project / "slow").unlink()
         result = job.wait(timeout=400)
     assert result.returncode == 0 and result.leftover == [], result.text + logs(project)
