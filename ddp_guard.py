@@ -47,6 +47,7 @@ SUSPENDED = 5.0     # a guard that did not run for so long was suspended, and it
 STACKS = 3.0        # for a rank to write its stacks
 OTHERS = 20.0       # for the guards of other ranks to reach their limits too, and to say so
 SCANCEL = 30.0      # for Slurm to end a job step
+READER = 5.0        # for the reader of a pipe to make room
 FORWARDING = 0.5    # for a launcher to forward what was printed, before all is ended
 RANK_0_FIRST = 1.5  # for rank 0's guard to say what all guards know
 TURN = 0.1          # between the guards of two ranks, where rank 0's does not speak
@@ -68,18 +69,17 @@ def supervise(command: list[str] | None = None) -> None:
 
     Args:
         command: the program to guard and its arguments; None: this script, with its arguments."""
-    if not _is_a_script():
-        return
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    is_a_script = _is_a_script()
+    if is_a_script and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)   # Ctrl-C in an import: no traceback
     if _has_a_guard():
         return
-    if os.environ.get("DDP_GUARD") == "0":
+    if "TORCHELASTIC_RUN_ID" in os.environ or "OMPI_COMM_WORLD_RANK" in os.environ:
+        die_with_parent(signal.SIGTERM)   # torchrun and Open MPI leave ranks behind when killed
+    if not is_a_script or os.environ.get("DDP_GUARD") == "0":
         if command is not None:
             os.execv(command[0], command)
         return
-    if "TORCHELASTIC_RUN_ID" in os.environ or "OMPI_COMM_WORLD_RANK" in os.environ:
-        die_with_parent(signal.SIGTERM)   # torchrun and Open MPI leave ranks behind when killed
     rank, pipe = start_rank(command or [sys.executable, *sys.orig_argv[1:]])
     Guard(rank, pipe).run()
 
@@ -199,7 +199,8 @@ class Guard:
         self.text += os.read(self.pipe, 1 << 16)
         *lines, self.text = self.text.split(b"\n")
         for line in lines:
-            self.known.hear(line)
+            with contextlib.suppress(ValueError):   # no JSON: a guard must not end a healthy run
+                self.known.hear(line)
         if not lines:     # the rank has closed its end, and exits
             time.sleep(seconds)
         return bool(lines)
@@ -209,7 +210,7 @@ class Guard:
         if self.ending and number in (signal.SIGTERM, signal.SIGINT):
             self.rank.kill()
             os._exit(128 + number)
-        if number == signal.SIGINT and self.is_second_interrupt():
+        if number == signal.SIGINT and not self.known.left and self.is_second_interrupt():
             self.ending = True
             self.rank.kill()   # even if it is stuck
             if self.known.rank != 0:
@@ -305,9 +306,11 @@ class Guard:
 
 
 def say(text):
-    """Print an error by the kernel alone, all at once."""
-    with contextlib.suppress(OSError):
-        os.write(2, text.encode())
+    """Print an error by the kernel alone, all at once; not where nobody reads it any more, as the
+    guard would wait there for ever."""
+    if select.select([], [2], [], READER)[1]:
+        with contextlib.suppress(OSError):
+            os.write(2, text.encode())
 
 
 def status_code(known):
@@ -406,6 +409,13 @@ def read_place(path):
     return None
 
 
+def host_of(known, rank):
+    """Name of the host of a rank, which is the first line of the file of its stacks."""
+    with contextlib.suppress(OSError), open(stacks_of(known, rank), errors="replace") as file:
+        return file.readline().strip() or "?"
+    return "?"
+
+
 def find_late(known, own):
     """The Places of those that are late, by what all guards have noted. Rank 0's guard waits OTHERS
     for that; the guards of other ranks have waited, and speak only if rank 0's does not.
@@ -423,7 +433,8 @@ def find_late(known, own):
             break
         time.sleep(POLL)
     places[known.rank] = own
-    silent = [Place(rank, "an unknown host", 0, False, False, "its guard or host does not answer")
+    no_answer = "its guard or host does not answer"
+    silent = [Place(rank, host_of(known, rank), 0, False, False, no_answer)
               for rank in range(known.size) if rank not in places]
     if silent:
         return silent

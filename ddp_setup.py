@@ -107,7 +107,8 @@ class Ddp:
         return self
 
     def __exit__(self, kind, error, tb) -> None:
-        _leave_context(self, error)
+        if os.getpid() == self.state.pid:   # a forked child may leave as it likes
+            _leave_context(self, error)
 
 
 @dataclass
@@ -124,6 +125,7 @@ class State:
     step: int | None = None       # of that checkpoint
     advice: str = "The same command goes on from there."   # where there is a checkpoint
     damaged: str = ""             # checkpoint that could not be loaded
+    terminated: bool = False      # by SIGTERM, as launchers do when another rank has failed
     clean: bool = False           # cleanup_ddp was called
 
 
@@ -212,7 +214,8 @@ def gradient_sync(model: torch.nn.Module, last: bool) -> contextlib.AbstractCont
     over ranks.
 
     With static_graph, DDP records the graph in its first backward, which must not be under no_sync.
-    So all micro-steps of the first step average gradients, which does not change the result."""
+    So all micro-steps of the first step average gradients, which does not change the result. All
+    ranks must then have equally many of them."""
     if not isinstance(model, DistributedDataParallel):
         return contextlib.nullcontext()
     if model.static_graph and not getattr(model, "static_graph_recorded", False):
@@ -1393,8 +1396,8 @@ def _abort(ddp, text, code, cause, advise, perhaps_lost):  # noqa: PLR0913
     if watch is not None:
         for number in watch.handlers:
             signal.signal(number, signal.SIG_DFL)   # the launcher's SIGTERM must end this rank
-        if perhaps_lost and watch.terminated:
-            os._exit(code)   # the launcher has ended all because of another rank
+    if perhaps_lost and ddp.state.terminated:
+        os._exit(code)   # the launcher ends all because of another rank, or is gone itself
     if ddp.world_size > 1 and (perhaps_lost or not ddp.is_main):
         time.sleep(CULPRIT_FIRST)
     if _is_first_to_speak(ddp):
@@ -1534,7 +1537,6 @@ class Watch:
     stacks: IO | None = None   # file for stack traces of this rank; None: stderr
     step: int | None = None    # number of steps done
     requested: str = ""        # why this rank was asked to stop
-    terminated: bool = False   # it was by SIGTERM: perhaps as another rank has failed
     interrupted: float = 0.0   # time of the first Ctrl-C
     handlers: dict = field(default_factory=dict)   # {signal: its handler before}
 
@@ -1636,7 +1638,7 @@ def _request_stop(ddp, number):
     watch = ddp.state.watch
     name = signal.Signals(number).name
     if number == signal.SIGTERM:
-        watch.terminated = True
+        ddp.state.terminated = True
     if number == signal.SIGINT:
         same_ctrl_c = 0.2   # seconds between two signals of one, from terminal and launcher
         if watch.interrupted and time.monotonic() - watch.interrupted > same_ctrl_c:
@@ -1659,6 +1661,8 @@ def _open_stacks(ddp, watch):
         with contextlib.suppress(OSError):   # without a file the stacks go to stderr
             os.makedirs(folder, exist_ok=True)
             watch.stacks = open(os.path.join(folder, f"rank_{ddp.rank}.txt"), "w")
+            watch.stacks.write(f"{ddp.host}\n")   # for a guard, if this host does not answer
+            watch.stacks.flush()
         if ddp.backend == "nccl":
             os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", os.path.join(folder, "nccl_rank_"))
     _write_stacks_to(watch.stacks, ddp)
@@ -1673,7 +1677,7 @@ def _write_stacks_to(file, ddp):
 
 
 def _close_stacks(ddp, watch):
-    """Close the file of the stacks; an empty one is removed."""
+    """Close the file of the stacks; one that holds none is removed."""
     if watch.limit and ddp.state.guard is None:
         faulthandler.cancel_dump_traceback_later()
     _write_stacks_to(None, ddp)
@@ -1681,7 +1685,7 @@ def _close_stacks(ddp, watch):
         return
     watch.stacks.close()
     with contextlib.suppress(OSError):
-        if os.path.getsize(watch.stacks.name) == 0:
+        if Path(watch.stacks.name).read_text() == f"{ddp.host}\n":
             os.unlink(watch.stacks.name)
             os.rmdir(os.path.dirname(watch.stacks.name))
     watch.stacks = None

@@ -244,12 +244,6 @@ def fork_ranks(n, argv, cwd, env=None, timeout=600):
     return Result(first_failure(codes), ranks.out(), ranks.err(), time.monotonic() - start)
 
 
-def read_status(run_dir):
-    """What status.json of a run folder says, as a dict; {} if there is none."""
-    path = Path(run_dir, "status.json")
-    return json.loads(path.read_text()) if path.exists() else {}
-
-
 def first_failure(codes):
     """The first exit code that is not 0, if possible of a rank that was not ended because another
     had failed; or 0."""
