@@ -232,7 +232,7 @@ def test_a_command_that_is_shown_is_understood_by_the_script_it_names(given, wor
         module.read_arguments(argv)
         return
 
-    assert_understood(module.main, argv, monkeypatch)
+    assert_understood(module.cli if hasattr(module, "cli") else module.main, argv, monkeypatch)
 
 
 BENCHMARKS = [pytest.param(words, id=" ".join(words)[:60]) for _, words in commands(shell_blocks())
