@@ -14,7 +14,8 @@ the other ranks is the launcher's task: it does so for an exit code (MPICH and S
           <-- signals; at the limit SIGQUIT ---  for the stacks; then SIGKILL
 
 Each line is a sign of progress, and replaces what the guard knew (see `Known`):
-    {"rank", "size", "host", "slurm_step"}    in setup_ddp, when all ranks have met
+    {"rank", "host", "slurm_step"}  in setup_ddp, when it knows its place
+    {"size"}                      when all ranks have met
     {"limit", "run_dir", "step"}  in start_watch, and then with each step
     {"saved"}                     what a next start continues from, in words for the last line
     {"spoken"}                    the rank itself has said why it ends
@@ -39,13 +40,18 @@ from typing import NamedTuple
 
 FAILED = 1          # exit codes, as in ddp_setup.py
 HANG = 70
+AGAIN = 75
 INTERRUPTED = 130
 POLL = 0.25         # seconds between two looks at the rank
 SUSPENDED = 5.0     # a guard that did not run for so long was suspended, and its rank with it
 STACKS = 3.0        # for a rank to write its stacks
 OTHERS = 20.0       # for the guards of other ranks to reach their limits too, and to say so
 SCANCEL = 30.0      # for Slurm to end a job step
+READER = 5.0        # for the reader of a pipe to make room
 FORWARDING = 0.5    # for a launcher to forward what was printed, before all is ended
+RANK_0_FIRST = 1.5  # for rank 0's guard to say what all guards know
+TURN = 0.1          # between the guards of two ranks, where rank 0's does not speak
+DYING = 10.0        # for the rank to end by SIGKILL; a hanging disk or driver may keep it longer
 SAME_CTRL_C = 0.2   # between two SIGINTs of one Ctrl-C, from the terminal and from the launcher
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 # Of a death by signal. SIGBUS: a page of shared memory, such as MPI's own, found no room.
@@ -63,18 +69,17 @@ def supervise(command: list[str] | None = None) -> None:
 
     Args:
         command: the program to guard and its arguments; None: this script, with its arguments."""
-    if not _is_a_script():
-        return
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    is_a_script = _is_a_script()
+    if is_a_script and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)   # Ctrl-C in an import: no traceback
     if _has_a_guard():
         return
-    if os.environ.get("DDP_GUARD") == "0":
+    if "TORCHELASTIC_RUN_ID" in os.environ or "OMPI_COMM_WORLD_RANK" in os.environ:
+        die_with_parent(signal.SIGTERM)   # torchrun and Open MPI leave ranks behind when killed
+    if not is_a_script or os.environ.get("DDP_GUARD") == "0":
         if command is not None:
             os.execv(command[0], command)
         return
-    if "TORCHELASTIC_RUN_ID" in os.environ or "OMPI_COMM_WORLD_RANK" in os.environ:
-        die_with_parent(signal.SIGTERM)   # torchrun and Open MPI leave ranks behind when killed
     rank, pipe = start_rank(command or [sys.executable, *sys.orig_argv[1:]])
     Guard(rank, pipe).run()
 
@@ -84,22 +89,22 @@ def _is_a_script():
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     is_interactive = hasattr(sys, "ps1") or sys.flags.interactive
     is_debugged = sys.gettrace() or "bdb" in sys.modules or "pydevd" in sys.modules
-    return os.name == "posix" and script and not is_interactive and not is_debugged
+    has_file = script is not None and os.path.exists(script)
+    return os.name == "posix" and has_file and not is_interactive and not is_debugged
 
 
 def _has_a_guard():
     """Whether the parent of this process is its guard. Ranks that a rank starts inherit the
     variable too, but have another parent."""
-    _, _, parents = os.environ.get("DDP_GUARD_FD", "").partition(":")
-    return parents.partition(":")[0] == str(os.getppid())
+    return os.environ.get("DDP_GUARD_FD", "").partition(":")[2] == str(os.getppid())
 
 
 def start_rank(command):
     """Start the rank; returns its process, and the end of the pipe from which it is heard."""
     pipe, ranks_end = os.pipe()
     os.set_inheritable(ranks_end, True)
-    # Descriptor of the pipe; the guard, which must be the rank's parent; the launcher.
-    address = f"{ranks_end}:{os.getpid()}:{os.getppid()}"
+    # Descriptor of the pipe, and the guard, which must be the rank's parent.
+    address = f"{ranks_end}:{os.getpid()}"
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)   # if ignored, exit codes are lost
     rank = subprocess.Popen(
         command,
@@ -195,7 +200,8 @@ class Guard:
         self.text += os.read(self.pipe, 1 << 16)
         *lines, self.text = self.text.split(b"\n")
         for line in lines:
-            self.known.hear(line)
+            with contextlib.suppress(ValueError):   # no JSON: a guard must not end a healthy run
+                self.known.hear(line)
         if not lines:     # the rank has closed its end, and exits
             time.sleep(seconds)
         return bool(lines)
@@ -205,38 +211,43 @@ class Guard:
         if self.ending and number in (signal.SIGTERM, signal.SIGINT):
             self.rank.kill()
             os._exit(128 + number)
-        if number == signal.SIGINT:
-            self.end_at_second_interrupt()
+        if number == signal.SIGINT and not self.known.left and self.is_second_interrupt():
+            self.ending = True
+            self.rank.kill()   # even if it is stuck
+            if self.known.rank != 0:
+                time.sleep(RANK_0_FIRST)
+            self.fail(INTERRUPTED, "interrupted twice (Ctrl-C)")
         if number == signal.SIGHUP:
             self.rank.send_signal(signal.SIGTERM)
         elif number != signal.SIGINT or not self.terminal:
             self.rank.send_signal(number)
 
-    def end_at_second_interrupt(self):
-        """A second Ctrl-C ends the run, even if the rank is stuck."""
+    def is_second_interrupt(self):
         now = time.monotonic()
         if self.interrupted is None:
             self.interrupted = now
-        elif now > self.interrupted + SAME_CTRL_C:
-            self.fail(INTERRUPTED, "interrupted twice (Ctrl-C)")
+        return now > self.interrupted + SAME_CTRL_C
 
     # ------------------------------------------------ the end of the rank
     def end(self, code):
         """The process of the rank has ended with this code: of a signal its negative number."""
         known = self.known
-        if code == -signal.SIGINT and not known.left:
+        if known.left:
+            os._exit(code if code >= 0 else 128 - code)
+        if code == -signal.SIGINT:
             if known.rank == 0:
                 say("interrupted (Ctrl-C)\n")
+                write_status(known, INTERRUPTED, "interrupted (Ctrl-C)")
             self.leave(INTERRUPTED)
-        # The launcher sends SIGTERM if another rank has failed, of which that one's guard speaks.
-        if known.left or code == -signal.SIGTERM:
-            os._exit(code if code >= 0 else 128 - code)
+        if code == -signal.SIGTERM:   # perhaps of the launcher, as another rank has failed
+            self.leave(128 + signal.SIGTERM)
         if known.spoken:
             self.leave(code if code > 0 else FAILED)
         if code < 0:
             name = signal.Signals(-code).name
             self.fail(FAILED, f"died without a word ({name}{LIKELY_CAUSES.get(-code, '')})")
-        if known.size is not None:    # it has met the others, who may wait for it
+        others_may_wait = known.size is not None and known.size > 1
+        if others_may_wait or (code and known.size is not None):
             self.fail(code or FAILED, f"left with exit code {code} without cleanup_ddp")
         self.leave(code)
 
@@ -244,34 +255,43 @@ class Guard:
         """The rank is at its limit: have it write its stacks, and say who is late."""
         self.ending = True
         known = self.known
+        if known.spoken or self.rank.poll() is not None:   # it has said why it ends, and hangs
+            self.rank.kill()
+            self.leave(FAILED)
+        cause = f"no progress for {known.limit:.0f} s"
+        if known.run_dir is None:    # then nobody knows where the others are
+            self.rank.send_signal(signal.SIGQUIT)
+            time.sleep(STACKS)
+            if known.rank != 0:
+                time.sleep(RANK_0_FIRST)
+            self.fail(HANG, f"{cause}, last step {known.step}. Its stacks are above")
         own = find_place(self.rank, known)
         note_place(known, own)
-        late = [own]
-        if known.rank == 0:
-            late = find_late(known, own)
-        else:    # rank 0's guard speaks for all, and the launcher then ends this one
-            time.sleep(OTHERS + STACKS)
+        if known.rank != 0:    # rank 0's guard speaks for all, and the launcher then ends this one
+            time.sleep(OTHERS + STACKS + TURN * known.rank)
+        late = find_late(known, own)
         who = listed([f"{place.rank} on {place.host}" for place in late])
         known.rank = late[0].rank
         known.host = late[0].host
-        self.fail(HANG, f"no progress for {known.limit:.0f} s. Late: rank {who}, last step "
-                        f"{late[0].step}, {late[0].where}")
+        self.fail(HANG, f"{cause}. Late: rank {who}, last step {late[0].step}, {late[0].where}")
 
     def fail(self, code, cause):
-        """Say why this run ends, note it in status.json, and end."""
+        """Say why this run ends, unless another has said so, note it in status.json, and end."""
         known = self.known
         self.ending = True
         self.rank.kill()
         who = f"rank {known.rank} on {known.host}"
         if known.size is not None:
             who = f"rank {known.rank} of {known.size} on {known.host}"
-        say(f"\nFAILED: {who}: {cause}. {known.saved}".rstrip() + "\n")
-        write_status(known, code, f"{who}: {cause}")
+        if not tells_a_failure(known):
+            say(f"\nFAILED: {who}: {cause}. {known.saved}".rstrip() + "\n")
+            write_status(known, code, f"{who}: {cause}")
         self.leave(code)
 
     def leave(self, code):
         """Exit so that the launcher ends the other ranks."""
-        self.rank.wait()    # MPICH hangs if a guard ends before its rank
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.rank.wait(DYING)    # MPICH hangs if a guard ends before its rank
         if code:
             time.sleep(FORWARDING)
             self.end_others(code)
@@ -287,25 +307,36 @@ class Guard:
 
 
 def say(text):
-    """Print an error by the kernel alone, all at once."""
-    with contextlib.suppress(OSError):
-        os.write(2, text.encode())
+    """Print an error by the kernel alone, all at once; not where nobody reads it any more, as the
+    guard would wait there for ever."""
+    if select.select([], [2], [], READER)[1]:
+        with contextlib.suppress(OSError):
+            os.write(2, text.encode())
+
+
+def status_code(known):
+    """The code in status.json: None while the run is on, and where there is none."""
+    with contextlib.suppress(OSError, ValueError), open(f"{known.run_dir}/status.json") as file:
+        return json.load(file)["code"]
+    return None
+
+
+def tells_a_failure(known):
+    """Whether status.json tells of a failure: then another rank or guard has spoken."""
+    return status_code(known) not in (None, 0, AGAIN)
 
 
 def write_status(known, code, reason):
-    """Write status.json in place of the rank, which cannot any more, unless a failure stands there.
+    """Write status.json in place of the rank, which cannot any more, unless an end stands there.
 
     ddp_setup.py has its own: this file imports nothing of ours, and writes without any buffer, as
     the disk may be full."""
-    if not known.run_dir:
+    if known.run_dir is None or status_code(known) is not None:
         return
     path = f"{known.run_dir}/status.json"
     temporary = f"{known.run_dir}/.status.json.{os.getpid()}.tmp"
     text = json.dumps({"code": code, "reason": reason, "step": known.step})
-    with contextlib.suppress(OSError, ValueError):
-        with open(path) as file:
-            if json.load(file)["code"] is not None:
-                return
+    with contextlib.suppress(OSError):
         with open(temporary, "wb", buffering=0) as file:
             file.write(f"{text}\n".encode())
             os.fsync(file.fileno())
@@ -319,41 +350,42 @@ class Place(NamedTuple):
     host: str
     step: int       # number of steps done
     answers: bool   # has it written its stacks?
+    waits: bool     # is it in a collective, and so waits for others?
     where: str      # in words
 
 
 def stacks_of(known, rank):
-    """Path of the file with the stacks of a rank, or None."""
-    if not known.run_dir:
-        return None
+    """Path of the file with the stacks of a rank."""
     return f"{known.run_dir}/stacks/rank_{rank}.txt"
 
 
 def find_place(rank, known):
     """The Place of a rank, from its faulthandler, which answers SIGQUIT even while a library holds
     the GIL. rank: its process."""
-    path = stacks_of(known, known.rank)
     rank.send_signal(signal.SIGQUIT)
     deadline = time.monotonic() + STACKS
-    where = ""
-    while path and not where and time.monotonic() < deadline:
+    frames = []
+    while not frames and time.monotonic() < deadline:
         time.sleep(POLL)
-        with contextlib.suppress(OSError), open(path, errors="replace") as file:
-            where = place_in(file.read())
-    answers = bool(where) or not path
-    if where:
-        where = f"in {where}"
-    elif path:
-        where = "stopped: no answer"
-    else:
-        where = "see its stacks above"
-    return Place(known.rank, known.host, known.step or 0, answers, where)
+        with contextlib.suppress(OSError):
+            with open(stacks_of(known, known.rank), errors="replace") as file:
+                frames = frames_in(file.read())
+    step = known.step or 0
+    if not frames:
+        return Place(known.rank, known.host, step, False, False, "stopped: no answer")
+    innermost = frames[0][0]
+    waits = "torch/distributed" in innermost or innermost.endswith("ddp_setup.py")
+    return Place(known.rank, known.host, step, True, waits, f"in {shown(frames)}")
 
 
-def place_in(stacks):
-    """Where the main thread was: its innermost two frames outside libraries; "" without stacks."""
+def frames_in(stacks):
+    """(path, line, function) of the frames of the main thread, the innermost first."""
     section = stacks.rpartition("Current thread")[2].partition("\n\n")[0]
-    frames = re.findall(r'File "([^"]*)", line (\d+) in (\S+)', section)
+    return re.findall(r'File "([^"]*)", line (\d+) in (\S+)', section)
+
+
+def shown(frames):
+    """The innermost two frames outside libraries, in words."""
     own = [frame for frame in frames if not is_in_a_library(frame[0])]
     places = [f"{function} ({os.path.basename(path)}:{line})"
               for path, line, function in (own or frames)[:2]]
@@ -367,10 +399,8 @@ def is_in_a_library(path):
 
 def note_place(known, place):
     """Add the Place of this rank to its stacks, as a line of JSON for rank 0's guard."""
-    path = stacks_of(known, place.rank)
-    if path:
-        with contextlib.suppress(OSError), open(path, "a") as file:
-            file.write(f"\n{json.dumps(place)}\n")
+    with contextlib.suppress(OSError), open(stacks_of(known, place.rank), "a") as file:
+        file.write(f"\n{json.dumps(place)}\n")
 
 
 def read_place(path):
@@ -380,30 +410,44 @@ def read_place(path):
     return None
 
 
-def find_late(known, own):
-    """The Places of those that are late, by what all guards have noted within OTHERS.
+def host_of(known, rank):
+    """Name of the host of a rank, which is the first line of the file of its stacks."""
+    with contextlib.suppress(OSError), open(stacks_of(known, rank), errors="replace") as file:
+        return file.readline().strip() or "?"
+    return "?"
 
-    Late are those that do not answer, else those at the lowest step, else the fewest at one place
-    in the code: a rank that works alone is at another place than those which wait for it."""
-    if not known.run_dir:
-        return [own]
-    deadline = time.monotonic() + OTHERS
-    places = {0: own}
-    while len(places) < known.size and time.monotonic() < deadline:
-        time.sleep(POLL)
-        for rank in range(1, known.size):
+
+def find_late(known, own):
+    """The Places of those that are late, by what all guards have noted. Rank 0's guard waits OTHERS
+    for that; the guards of other ranks have waited, and speak only if rank 0's does not.
+
+    Late are those that do not answer, else those at the lowest step, else those that do not wait
+    for others, else the fewest at one place in the code; on a tie, a guess."""
+    deadline = time.monotonic() + (OTHERS if known.rank == 0 else 0.0)
+    places = {}
+    while len(places) < known.size:
+        for rank in range(known.size):
             place = read_place(stacks_of(known, rank))
             if place is not None:
                 places[rank] = place
-    silent = [Place(rank, "an unknown host", 0, False, "its guard or host does not answer")
+        if time.monotonic() > deadline:
+            break
+        time.sleep(POLL)
+    places[known.rank] = own
+    no_answer = "its guard or host does not answer"
+    silent = [Place(rank, host_of(known, rank), 0, False, False, no_answer)
               for rank in range(known.size) if rank not in places]
     if silent:
         return silent
-    groups = {}    # {(has answered, step, where): Places}
+    groups = {}    # {(answers, step, waits, where): Places}
     for place in places.values():
-        groups.setdefault((place.answers, place.step, place.where), []).append(place)
-    latest = min(groups, key=lambda group: (group[0], group[1], len(groups[group])))
-    return groups[latest]
+        groups.setdefault(place[2:], []).append(place)
+
+    def lateness(group):
+        answers, step, waits, _ = group
+        return answers, step, waits, len(groups[group])
+
+    return groups[min(groups, key=lateness)]
 
 
 def listed(items):

@@ -25,6 +25,7 @@ all environment variables that are read and set.
 """
 import atexit
 import contextlib
+import errno
 import faulthandler
 import hashlib
 import importlib.metadata
@@ -58,7 +59,7 @@ __all__ = [
     "barrier", "broadcast", "choose_device", "choose_dtype", "cleanup_ddp", "ddp_sampler",
     "detect_launcher", "end_watch", "gather", "grad_scaler", "gradient_sync", "load_checkpoint",
     "lock_folder", "missing_ranks", "note_progress", "optimize_with_ipex", "print0",
-    "save_after", "save_checkpoint", "seed_for", "setup_ddp", "start_watch", "stop_reason",
+    "save_checkpoint", "seed_for", "setup_ddp", "start_watch", "stop_reason",
     "stop_wanted", "unwrap_ddp", "worker_init", "wrap_ddp"]
 
 AGAIN = 75         # exit codes, beside 0 finished and 1 failed: stopped on request, work is left
@@ -68,10 +69,10 @@ INTERRUPTED = 130  # Ctrl-C
 STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")
 # Time limits and pauses, in seconds.
 PATIENCE = 1800.0    # for all ranks to reach a barrier, or cleanup_ddp
-MARGIN = 20.0        # other ranks wait this much longer for rank 0 than it waits for them
+MARGIN = 20.0        # ranks wait this much longer for one that speaks for all, or has to end them
 CLOSING = 60.0       # for torch and MPI to close their connections
 CULPRIT_FIRST = 1.5  # for the rank at fault, or its guard, to speak before the others do
-PRINTER_FIRST = 4.0  # for the rank that prints an error of all, before the others exit
+DISK_FULL = 5.0      # until a checkpoint is written once more
 
 
 # ---------------------------------------------------------------- what a script calls
@@ -106,7 +107,8 @@ class Ddp:
         return self
 
     def __exit__(self, kind, error, tb) -> None:
-        _leave_context(self, error)
+        if os.getpid() == self.state.pid:   # a forked child may leave as it likes
+            _leave_context(self, error)
 
 
 @dataclass
@@ -118,10 +120,12 @@ class State:
     guard: int | None = None      # file descriptor of the pipe to ddp_guard.py
     barriers: int = 0             # how many there have been
     watch: "Watch | None" = None  # see start_watch
+    patience: float = PATIENCE    # seconds to wait for the others in cleanup_ddp
     checkpoint: str = ""          # path of the one to resume from
     step: int | None = None       # of that checkpoint
     advice: str = "The same command goes on from there."   # where there is a checkpoint
     damaged: str = ""             # checkpoint that could not be loaded
+    terminated: bool = False      # by SIGTERM, as launchers do when another rank has failed
     clean: bool = False           # cleanup_ddp was called
 
 
@@ -210,7 +214,8 @@ def gradient_sync(model: torch.nn.Module, last: bool) -> contextlib.AbstractCont
     over ranks.
 
     With static_graph, DDP records the graph in its first backward, which must not be under no_sync.
-    So all micro-steps of the first step average gradients, which does not change the result."""
+    So all micro-steps of the first step average gradients, which does not change the result. All
+    ranks must then have equally many of them."""
     if not isinstance(model, DistributedDataParallel):
         return contextlib.nullcontext()
     if model.static_graph and not getattr(model, "static_graph_recorded", False):
@@ -340,6 +345,7 @@ def start_watch(ddp: Ddp, run_dir: str | os.PathLike | None = None, minutes: flo
     watch.limit = 0.0
     if not _alone_in_a_notebook(ddp):
         watch.limit = minutes * 60
+        ddp.state.patience = watch.limit or PATIENCE
         _set_handlers(ddp, watch, signals)
     if watch.limit:
         _open_stacks(ddp, watch)
@@ -382,18 +388,9 @@ def stop_reason(ddp: Ddp, step: int, wanted: float | None = None) -> str:
     return ddp.state.watch.requested
 
 
-def save_after(minutes: float, ddp: Ddp) -> None:
-    """Have rank 0 ask all ranks for a checkpoint after so many minutes, see stop_wanted; 0: never.
-    To be called again with each save."""
-    if ddp.state.watch is not None:
-        ddp.state.watch.save_at = time.monotonic() + minutes * 60 if minutes else float("inf")
-
-
 def stop_wanted(ddp: Ddp) -> float:
-    """1.0 if this rank asks all to stop, or to save (see save_after), else 0.0: to be summed over
-    ranks, for stop_reason. If that then returns "", all shall save and go on.
-
-    Rank 0 looks for the deadline, the stop file and the time to save."""
+    """1.0 if this rank has been asked to stop, else 0.0: to be summed over ranks, for stop_reason.
+    Rank 0 looks for the deadline and the stop file."""
     watch = ddp.state.watch
     if watch is None:
         return 0.0
@@ -402,8 +399,7 @@ def stop_wanted(ddp: Ddp) -> float:
             watch.requested = "DDP_DEADLINE is reached"
         elif watch.run_dir and os.path.exists(f"{watch.run_dir}/STOP"):
             watch.requested = f"{watch.run_dir}/STOP exists; remove it before the next start"
-    save_now = ddp.is_main and time.monotonic() >= watch.save_at
-    return float(bool(watch.requested) or save_now)
+    return float(bool(watch.requested))
 
 
 def end_watch(ddp: Ddp, code: int | None = None, reason: str = "") -> None:
@@ -419,9 +415,9 @@ def end_watch(ddp: Ddp, code: int | None = None, reason: str = "") -> None:
         return
     if code is not None:
         _write_status(ddp, code, reason)
-    ddp.state.watch = None
     for number, handler in watch.handlers.items():
         signal.signal(number, handler)
+    ddp.state.watch = None
     _close_stacks(ddp, watch)
     _tell_guard(ddp, limit=0.0, run_dir=None)
     if watch.lock is not None:
@@ -452,10 +448,7 @@ def save_checkpoint(path: str | os.PathLike, ddp: Ddp, keep_last: int = 1, resum
     if ddp.is_main:
         state.update(world_size=ddp.world_size, versions={
             "torch": str(torch.__version__), "python": sys.version.split()[0]})
-        try:
-            _write_checkpoint(path, ddp, keep_last, state)
-        except Exception as e:   # perhaps what torch.save cannot write, or torch.load would refuse
-            problem = f"cannot write {path}: {_in_one_line(_of_the_system(e))}"
+        problem = _try_to_write(path, ddp, keep_last, state)
     problem = broadcast(problem, ddp)
     note_progress(ddp)
     if problem:
@@ -495,10 +488,13 @@ def cleanup_ddp(ddp: Ddp) -> None:
     guard, Python must end within two minutes after this."""
     if ddp.state.clean:
         return
-    ddp.state.clean = True
-    atexit.unregister(_at_exit)
-    _await_others_at_the_end(ddp)
-    _close_connections(ddp)
+    try:
+        _await_others_at_the_end(ddp)
+        ddp.state.clean = True
+        atexit.unregister(_at_exit)
+        _close_connections(ddp)
+    except RuntimeError as error:   # perhaps another rank has died
+        _abort_with(ddp, error)
     _tell_guard(ddp, left=True, limit=2 * CLOSING)   # a profiler may still write its traces
     setup_ddp.current = None
 
@@ -517,7 +513,7 @@ class Launcher(NamedTuple):
     local_rank: str
     local_size: str
     launch: str = ""    # variables that together identify a launch
-    needs: str = ""     # another variable that must be set, or this row is skipped
+    needs: str = ""     # other variables of which one must be set, or this row is skipped
     mpi: bool = False   # its ranks are MPI processes: mpi4py may be used
 
 
@@ -526,7 +522,7 @@ LAUNCHERS = {
     "DDP_* variables": Launcher("DDP_RANK", "DDP_WORLD_SIZE", "DDP_LOCAL_RANK",
                                 "DDP_LOCAL_WORLD_SIZE"),
     "torchrun": Launcher("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
-                         launch="TORCHELASTIC_RUN_ID", needs="MASTER_ADDR"),
+                         launch="TORCHELASTIC_RUN_ID", needs="MASTER_ADDR LOCAL_RANK"),
     "Open MPI": Launcher("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
                          "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
                          launch="PMIX_NAMESPACE", mpi=True),
@@ -610,7 +606,8 @@ def _claims(env):
     claims = []
     for name, row in LAUNCHERS.items():
         rank = _first_int(env, row.rank)
-        if rank is None or (row.needs and not env.get(row.needs, "").strip()):
+        has_needed = any(env.get(name, "").strip() for name in row.needs.split())
+        if rank is None or (row.needs and not has_needed):
             continue
         claims.append(Claim(name, rank, _first_int(env, row.size), _first_int(env, row.local_rank),
                             _first_int(env, row.local_size)))
@@ -623,7 +620,7 @@ def _choose(claims, env, mpi):
     A size of 1 counts only if nothing says more: it is what salloc's own shell has, or PMI that a
     step of one task has left. torchrun's own 1 counts: it starts one rank on purpose."""
     complete = [_completed(claim, claims, env, mpi) for claim in claims]
-    several = [claim for claim in complete if claim.size != 1]
+    several = [claim for claim in complete if claim.size != 1 or claim.rank != 0]
     for claim in complete:
         by_torchrun = claim.launcher == "torchrun" and env.get("TORCHELASTIC_RUN_ID")
         if claim.size == 1 and (by_torchrun or claim.launcher == "DDP_* variables"):
@@ -686,6 +683,13 @@ def _is_slurm_step(place, env):
     row = LAUNCHERS["Slurm step"]
     size = place.size if isinstance(place, Claim) else place.world_size
     return (_first_int(env, row.rank), _first_int(env, row.size)) == (place.rank, size)
+
+
+def _slurm_step_of(ddp, env):
+    """The name by which Slurm knows the step of all these ranks, such as 77.0, or ""."""
+    if not _is_slurm_step(ddp, env):
+        return ""
+    return f"{env['SLURM_JOB_ID']}.{env['SLURM_STEP_ID']}"
 
 
 def _int(env, name):
@@ -881,6 +885,8 @@ def _set_up(device, backend, seed, ranks, timeout, init_timeout, ipex):  # noqa:
     _refuse_other_size(ddp, "DDP_WORLD_SIZE", _int(env, "DDP_WORLD_SIZE"))
     ddp = replace(ddp, seed=seed, host=socket.gethostname(), timeout=timeout,
                   state=State(mpi=mpi, ipex=ipex, guard=_pipe_to_guard()))
+    _tell_guard(ddp, rank=ddp.rank, host=ddp.host, slurm_step=_slurm_step_of(ddp, env))
+    _write_stacks_to(None, ddp)
     error = ""
     try:
         ddp = _bind_device(ddp, device, backend)
@@ -892,11 +898,9 @@ def _set_up(device, backend, seed, ranks, timeout, init_timeout, ipex):  # noqa:
         ddp = _join(ddp, env, init_timeout, error)
     else:
         ddp = replace(ddp, hosts=(ddp.host,))
-    step = ""
-    if ddp.launcher == "Slurm step":
-        step = f"{env['SLURM_JOB_ID']}.{env['SLURM_STEP_ID']}"
-    _tell_guard(ddp, rank=ddp.rank, size=ddp.world_size, host=ddp.host, slurm_step=step)
+    _tell_guard(ddp, size=ddp.world_size)
     atexit.register(_at_exit, ddp)
+    _set_exception_hook(ddp)
     _seed_all(seed)
     return ddp
 
@@ -917,8 +921,8 @@ def _leave_unless_first_on_host(error):
 
 
 def _leave_silently(code):
-    """Exit after the rank that prints the error: launchers then end all."""
-    time.sleep(PRINTER_FIRST)
+    """Exit after the rank that prints the error: when that one exits, launchers end this one."""
+    time.sleep(MARGIN)
     sys.stdout.flush()
     os._exit(code)
 
@@ -1024,24 +1028,31 @@ def _place_of_rank_0(ddp, env):
 
 def _computed_port(ddp, env):
     """A port that all ranks of this launch compute alike, below the kernel's ephemeral ports."""
-    return 10000 + seed_for(f"{ddp.launcher} {_launch_name(ddp, env)} {ddp.world_size}") % 20000
+    name = _launch_name(ddp, env)
+    if ddp.on_one_host and not LAUNCHERS[ddp.launcher].launch:
+        name += f" {_launcher_process(ddp)}"
+    return 10000 + seed_for(f"{ddp.launcher} {name} {ddp.world_size}") % 20000
 
 
 def _launch_name(ddp, env):
-    """What tells this launch from others: identifiers of the job and of the launch, or else, on one
-    host, the launcher's process id."""
+    """What tells this launch from others: the identifiers that the launcher and the batch system
+    give it, if any."""
     names = f"{JOBS} {LAUNCHERS[ddp.launcher].launch} TORCHELASTIC_RESTART_COUNT"
-    found = [env[name] for name in names.split() if env.get(name)]
-    if not LAUNCHERS[ddp.launcher].launch and ddp.on_one_host:
-        found.append(_launcher_process())
-    return "-".join(found)
+    if _is_slurm_step(ddp, env):   # perhaps beside another row
+        names += f" {LAUNCHERS['Slurm step'].launch}"
+    return "-".join(env[name] for name in names.split() if env.get(name))
 
 
-def _launcher_process():
-    """Process id of what has started this rank: the parent, or that of its guard."""
-    _, _, parents = os.environ.get("DDP_GUARD_FD", "").partition(":")
-    guard, _, launcher = parents.partition(":")
-    return launcher if guard == str(os.getppid()) else str(os.getppid())
+def _launcher_process(ddp):
+    """Process id of this host's launcher: the first ancestor without the rank's variable, which a
+    guard or a shell around a rank has."""
+    pid = os.getppid()
+    rank_variable = f"{LAUNCHERS[ddp.launcher].rank}=".encode()
+    with contextlib.suppress(OSError):   # no /proc: the parent is the best guess
+        while rank_variable in Path(f"/proc/{pid}/environ").read_bytes():
+            status = Path(f"/proc/{pid}/stat").read_text()
+            pid = int(status.rpartition(")")[2].split()[1])   # the name may hold blanks
+    return str(pid)
 
 
 def _first_host(nodelist):
@@ -1246,7 +1257,7 @@ def _leave_with(verdict, store, ddp):
     others = [f"read/{rank}" for rank in range(1, ddp.world_size)
               if store.check([f"here/{rank}"])]
     with contextlib.suppress(RuntimeError):   # the store ends with rank 0: they must read it first
-        store.wait(others, timedelta(seconds=PRINTER_FIRST))
+        store.wait(others, timedelta(seconds=MARGIN))
     raise SetupError(verdict["problem"], verdict["code"])
 
 
@@ -1291,8 +1302,8 @@ def _listed(items):
 #   a rank is killed, or hangs                  its guard does the same (ddp_guard.py)
 def _pipe_to_guard():
     """File descriptor of the pipe to ddp_guard.py, if that is this process' parent, else None."""
-    descriptor, _, parents = os.environ.get("DDP_GUARD_FD", "").partition(":")
-    if parents.partition(":")[0] != str(os.getppid()):
+    descriptor, _, guard = os.environ.get("DDP_GUARD_FD", "").partition(":")
+    if guard != str(os.getppid()):
         return None
     os.set_blocking(int(descriptor), False)   # a guard that does not read must not stop the rank
     return int(descriptor)
@@ -1307,7 +1318,21 @@ def _tell_guard(ddp, **message):
 
 def _alone_in_a_notebook(ddp):
     """A single interactive process: neither an exception nor a long pause may end it."""
-    return ddp.world_size == 1 and hasattr(sys, "ps1")
+    return ddp.world_size == 1 and (hasattr(sys, "ps1") or bool(sys.flags.interactive))
+
+
+def _set_exception_hook(ddp):
+    """Have an exception that nobody catches end all ranks. Python would print it on each rank, also
+    where it is only the consequence of another one's, and then end this rank alone."""
+    before = sys.excepthook
+
+    def end_all(kind, error, tb):
+        is_rank = os.getpid() == ddp.state.pid
+        if is_rank and not ddp.state.clean and not _alone_in_a_notebook(ddp):
+            _abort_with(ddp, error)
+        before(kind, error, tb)
+
+    sys.excepthook = end_all
 
 
 def _leave_context(ddp, error):
@@ -1324,18 +1349,19 @@ def _leave_context(ddp, error):
 
 
 def _at_exit(ddp):
-    """Python ends without cleanup_ddp."""
+    """Python ends without cleanup_ddp. It closes connections a second before its process is gone:
+    too early for the guard to say so first."""
     if os.getpid() != ddp.state.pid:
         return
-    error = getattr(sys, "last_value", None)   # which nobody caught; Python has printed it
-    if error is not None:
-        _abort_with(ddp, error, printed=True)
-    if ddp.world_size > 1:
+    error = getattr(sys, "last_value", None)
+    if error is not None:   # nobody caught it, and a library's own hook has printed it
+        abort(ddp, _in_one_line(error))
+    if ddp.world_size > 1 and ddp.state.guard is None:
         abort(ddp, "ended without cleanup_ddp. Call it at the end, or use `with setup_ddp()`.")
 
 
-def _abort_with(ddp, error, printed=False):
-    """End all ranks because of an exception in this one. printed: Python has shown it already."""
+def _abort_with(ddp, error):
+    """End all ranks because of an exception in this one."""
     if isinstance(error, KeyboardInterrupt):
         abort(ddp, "interrupted (Ctrl-C)", INTERRUPTED)
     if isinstance(error, SystemExit) and isinstance(error.code, str):
@@ -1344,13 +1370,12 @@ def _abort_with(ddp, error, printed=False):
         code = error.code if isinstance(error.code, int) else 1
         abort(ddp, f"left with exit code {error.code}", code)
     if getattr(error, "expected", False):   # an attribute of exceptions that are no bugs
-        abort(ddp, "" if printed else str(error), cause=str(error).partition("\n")[0],
-              advise=False)
+        abort(ddp, str(error), advise=False)
     text = "".join(traceback.format_exception(error)).rstrip()
     out_of_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
     # Errors of torch's backends are RuntimeErrors: perhaps of a connection that another rank lost.
     perhaps_lost = isinstance(error, RuntimeError) and not out_of_memory
-    _abort(ddp, "" if printed else text, 1, _in_one_line(error), not out_of_memory, perhaps_lost)
+    _abort(ddp, text, 1, _in_one_line(error), not out_of_memory, perhaps_lost)
 
 
 def _abort(ddp, text, code, cause, advise, perhaps_lost):  # noqa: PLR0913
@@ -1358,7 +1383,7 @@ def _abort(ddp, text, code, cause, advise, perhaps_lost):  # noqa: PLR0913
 
     Who speaks? All ranks but rank 0, and a rank that perhaps has lost another, first wait for the
     rank at fault, or its guard: launchers end all when that one has exited. Then the first to say
-    so in the store."""
+    so in the store, unless status.json tells that a guard has spoken."""
     code = code % 256 or 1
     if _alone_in_a_notebook(ddp):
         print(text or cause, file=sys.stderr)
@@ -1369,10 +1394,12 @@ def _abort(ddp, text, code, cause, advise, perhaps_lost):  # noqa: PLR0913
     _tell_guard(ddp, spoken=True, limit=CLOSING)
     watch = ddp.state.watch
     if watch is not None:
-        for number in watch.handlers:
-            signal.signal(number, signal.SIG_DFL)   # the launcher's SIGTERM must end this rank
-        if perhaps_lost and watch.terminated:
-            os._exit(code)   # the launcher has ended all because of another rank
+        with contextlib.suppress(ValueError):   # not the main thread
+            for number in watch.handlers:
+                signal.signal(number, signal.SIG_DFL)   # the launcher's SIGTERM must end this rank
+    status_tells = watch is not None and watch.run_dir is not None   # whether another has spoken
+    if perhaps_lost and ddp.state.terminated and not status_tells:
+        os._exit(code)   # the launcher ends all because of another rank, or is gone itself
     if ddp.world_size > 1 and (perhaps_lost or not ddp.is_main):
         time.sleep(CULPRIT_FIRST)
     if _is_first_to_speak(ddp):
@@ -1380,6 +1407,8 @@ def _abort(ddp, text, code, cause, advise, perhaps_lost):  # noqa: PLR0913
         with contextlib.suppress(OSError, ValueError):
             if text or cause:
                 print(_last_words(ddp, text, code, cause, advise), file=sys.stderr, flush=True)
+        if ddp.is_main and ddp.world_size > 1:   # those that fail too learn that from its store
+            time.sleep(CULPRIT_FIRST + 0.5)
         _end_others(ddp, code)
     else:
         time.sleep(MARGIN)   # the launcher ends this rank
@@ -1387,9 +1416,12 @@ def _abort(ddp, text, code, cause, advise, perhaps_lost):  # noqa: PLR0913
 
 
 def _is_first_to_speak(ddp):
-    """Whether no other rank has said why the run ends; True where the store does not answer."""
+    """Whether no other rank or guard has said why the run ends; True where the store does not
+    answer."""
     if ddp.world_size == 1:
         return True
+    if _status_code(ddp) not in (None, 0, AGAIN):
+        return False
     with contextlib.suppress(RuntimeError), _time_limit(MARGIN):
         return ddp.store.add("spoken", 1) == 1
     return True
@@ -1430,8 +1462,8 @@ def _end_others(ddp, code):
     time.sleep(0.5)   # for MPICH to forward what was printed: MPI_Abort drops the rest
     if ddp.state.mpi is not None:
         ddp.state.mpi.Abort(code)
-    if ddp.launcher == "Slurm step":
-        step = f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"
+    step = _slurm_step_of(ddp, os.environ)
+    if step:
         with contextlib.suppress(OSError, subprocess.SubprocessError):   # it is missing, or hangs
             subprocess.run(["scancel", step], timeout=30)
     if LAUNCHERS[ddp.launcher].mpi:
@@ -1448,7 +1480,7 @@ def _await_others_at_the_end(ddp):
     """Wait for all ranks; end them if some do not come. Then nothing can fail any more: note the
     end of the run."""
     watch = ddp.state.watch
-    limit = (watch and watch.limit) or PATIENCE
+    limit = ddp.state.patience
     _tell_guard(ddp, limit=limit + MARGIN)
     with _time_limit(limit + 2 * MARGIN):
         missing = missing_ranks(ddp, "cleanup", limit)
@@ -1507,9 +1539,7 @@ class Watch:
     stacks: IO | None = None   # file for stack traces of this rank; None: stderr
     step: int | None = None    # number of steps done
     requested: str = ""        # why this rank was asked to stop
-    terminated: bool = False   # it was by SIGTERM: perhaps as another rank has failed
     interrupted: float = 0.0   # time of the first Ctrl-C
-    save_at: float = float("inf")   # of time.monotonic, see save_after
     handlers: dict = field(default_factory=dict)   # {signal: its handler before}
 
 
@@ -1550,8 +1580,10 @@ def _take_folder(ddp, watch, run_dir):
             watch.lock.close()
         try:
             watch.lock = lock_folder(run_dir)
-        except (ValueError, OSError) as error:
+        except ValueError as error:
             problem = str(error)
+        except OSError as error:
+            problem = f"cannot write into {run_dir}: {error.strerror}"
     problem = broadcast(problem, ddp)
     if problem:
         raise ValueError(problem)
@@ -1566,12 +1598,26 @@ def _write_status(ddp, code, reason):
         return
     if code in (None, 0, AGAIN) and not ddp.is_main:
         return
+    if code is not None and _status_code(ddp) is not None:
+        return
     path = os.path.join(watch.run_dir, "status.json")
-    with contextlib.suppress(OSError, ValueError):   # perhaps a full disk is the failure itself
-        if code is not None and json.loads(Path(path).read_text())["code"] is not None:
-            return
-        text = json.dumps({"code": code, "reason": reason, "step": watch.step})
-        _write_whole(path, lambda file: file.write(text.encode() + b"\n"))
+    text = json.dumps({"code": code, "reason": reason, "step": watch.step}) + "\n"
+    with contextlib.suppress(OSError):
+        try:
+            _write_whole(path, lambda file: file.write(text.encode()))
+        except OSError:   # on a full disk there is room in the old file
+            with open(path, "r+b") as file:
+                file.write(text.encode())
+                file.truncate()
+
+
+def _status_code(ddp):
+    """The code in status.json: None while the run is on, and where there is none."""
+    watch = ddp.state.watch
+    if watch is not None and watch.run_dir is not None:
+        with contextlib.suppress(OSError, ValueError):
+            return json.loads(Path(watch.run_dir, "status.json").read_text())["code"]
+    return None
 
 
 def _set_handlers(ddp, watch, signals):
@@ -1596,7 +1642,7 @@ def _request_stop(ddp, number):
     watch = ddp.state.watch
     name = signal.Signals(number).name
     if number == signal.SIGTERM:
-        watch.terminated = True
+        ddp.state.terminated = True
     if number == signal.SIGINT:
         same_ctrl_c = 0.2   # seconds between two signals of one, from terminal and launcher
         if watch.interrupted and time.monotonic() - watch.interrupted > same_ctrl_c:
@@ -1613,32 +1659,37 @@ def _request_stop(ddp, number):
 
 
 def _open_stacks(ddp, watch):
-    """Open the file for stack traces. The guard asks for them by SIGQUIT: faulthandler answers even
-    while a library call holds the GIL."""
+    """Open the file for stack traces."""
     if watch.run_dir is not None:
         folder = os.path.join(watch.run_dir, "stacks")
         with contextlib.suppress(OSError):   # without a file the stacks go to stderr
             os.makedirs(folder, exist_ok=True)
             watch.stacks = open(os.path.join(folder, f"rank_{ddp.rank}.txt"), "w")
+            watch.stacks.write(f"{ddp.host}\n")   # for a guard, if this host does not answer
+            watch.stacks.flush()
         if ddp.backend == "nccl":
             os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", os.path.join(folder, "nccl_rank_"))
+    _write_stacks_to(watch.stacks, ddp)
+
+
+def _write_stacks_to(file, ddp):
+    """Have faulthandler write the stacks there if the guard asks by SIGQUIT: it answers even while
+    a library call holds the GIL. file: None means stderr."""
     if ddp.state.guard is not None:
-        faulthandler.register(signal.SIGQUIT, watch.stacks or sys.__stderr__)
+        with contextlib.suppress(ValueError, AttributeError, OSError):   # stderr is no real file
+            faulthandler.register(signal.SIGQUIT, file or sys.__stderr__)
 
 
 def _close_stacks(ddp, watch):
-    """Close the file of the stacks; an empty one is removed."""
+    """Close the file of the stacks; one that holds none is removed."""
     if watch.limit and ddp.state.guard is None:
         faulthandler.cancel_dump_traceback_later()
-    elif watch.limit:
-        faulthandler.unregister(signal.SIGQUIT)
-        with contextlib.suppress(ValueError):   # not the main thread
-            signal.signal(signal.SIGQUIT, signal.SIG_IGN)   # a late request of the guard
+    _write_stacks_to(None, ddp)
     if watch.stacks is None:
         return
     watch.stacks.close()
     with contextlib.suppress(OSError):
-        if os.path.getsize(watch.stacks.name) == 0:
+        if Path(watch.stacks.name).read_text() == f"{ddp.host}\n":
             os.unlink(watch.stacks.name)
             os.rmdir(os.path.dirname(watch.stacks.name))
     watch.stacks = None
@@ -1684,8 +1735,21 @@ def _rotate(path, keep_last):
         os.replace(_kept(path, k - 1), _kept(path, k))
 
 
+def _try_to_write(path, ddp, keep_last, state):
+    """Write a checkpoint on rank 0; once more after some seconds if the disk is full, as that may
+    pass. Returns what is wrong, or ""."""
+    for is_last_try in (False, True):
+        try:
+            _write_checkpoint(path, ddp, keep_last, state)
+            return ""
+        except Exception as e:   # perhaps what torch.save cannot write, or torch.load would refuse
+            error = _of_the_system(e)
+            if is_last_try or getattr(error, "errno", None) != errno.ENOSPC:
+                return f"cannot write {path}: {_in_one_line(error)}"
+        time.sleep(DISK_FULL)
+
+
 def _write_checkpoint(path, ddp, keep_last, state):
-    """Write on rank 0."""
     def before_rename(temporary):
         unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(temporary)
         if unsafe:
@@ -1754,15 +1818,17 @@ def _read_checkpoint(path):
 def _read_newest(path):
     """(path of the newest checkpoint that can be read, its bytes, its state, texts on those that
     cannot); the first three are None if none can."""
+    files = [path]
+    while os.path.lexists(_kept(path, len(files))):
+        files.append(_kept(path, len(files)))
     troubles = []
-    k = 0
-    while k == 0 or os.path.lexists(_kept(path, k)):   # a gap: killed between two renames
-        if k > 0 or os.path.lexists(path) or not os.path.lexists(_kept(path, 1)):
-            try:
-                return _kept(path, k), *_read_checkpoint(_kept(path, k)), troubles
-            except ValueError as e:
-                troubles.append(str(e))
-        k += 1
+    for file in files:
+        try:
+            data, state = _read_checkpoint(file)
+        except ValueError as e:
+            troubles.append(str(e))
+        else:
+            return file, data, state, troubles
     return None, None, None, troubles
 
 
@@ -1770,9 +1836,10 @@ def _load_on_all_ranks(path, ddp):
     """See load_checkpoint."""
     path = os.fspath(path)
     note_progress(ddp)
-    used, data, state, troubles = None, None, None, []
+    found = (None, None, None, [])
     if ddp.is_main:
-        used, data, state, troubles = _read_newest(path)
+        found = _read_newest(path)
+    used, data, state, troubles = found
     used, size, troubles = broadcast((used, len(data or b""), troubles), ddp)
     if used is None:
         raise ValueError("\n".join(troubles))

@@ -47,10 +47,6 @@ difference of all pairs; otherwise all weights are 1. Prints the number of pairs
 Wrong input ends with one message, which lists up to ten bad lines, and exit code 2; then nothing is
 written.
 """
-if __name__ == "__main__":   # Ctrl-C during the imports below ends the script with one line
-    import ddp_guard
-    ddp_guard.end_imports_at_ctrl_c()
-
 import ast
 import collections
 import csv

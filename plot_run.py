@@ -6,10 +6,6 @@
 A training script draws its own at the end, where matplotlib is installed. Reads metrics.jsonl of
 each run folder. What is drawn: PANELS in training/plot.py.
 """
-if __name__ == "__main__":   # Ctrl-C during the imports below ends the script with one line
-    import ddp_guard
-    ddp_guard.end_imports_at_ctrl_c()
-
 import sys
 from pathlib import Path
 

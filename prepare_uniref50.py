@@ -23,10 +23,6 @@ hundred files ("buckets"), by the first bits of its order word. The second sorts
 the other in memory. All work is done in FOLDER.partial, which is renamed to FOLDER at the very end.
 After an interruption the same command repeats the passes; a finished download is kept.
 """
-if __name__ == "__main__":   # Ctrl-C during the imports below ends the script with one line
-    import ddp_guard
-    ddp_guard.end_imports_at_ctrl_c()
-
 import argparse
 import collections
 import contextlib

@@ -88,10 +88,6 @@ mutations (whole proteins drawn anew for its 95 % interval) and per protein with
 The random numbers of a sequence depend only on seed, structure name, temperature and the number of
 the sequence, not on --num or --batch_size (but rounding may decide between equally likely letters).
 """
-if __name__ == "__main__":   # Ctrl-C during the imports below ends the script with one line
-    import ddp_guard
-    ddp_guard.end_imports_at_ctrl_c()
-
 import argparse
 import itertools
 import math

@@ -6,31 +6,25 @@ Run it to choose `memory.mixed_precision`.
     mpirun -n 2 python test_dtype.py    # every rank checks its device; rank 0 prints
     pytest test_dtype.py                # the same checks, on this machine's CPU
 
-Prints a table of dtypes, then a line PASS, FAIL or SKIP for each claim, and how fast large matrices
-are multiplied, for `mfu` in the log of train_sedd_ddp.py; the last line is the recommended setting.
-Errors are relative norms of the difference to the same computation in float64 on the CPU: of a
-matrix product, and of the outputs and gradients of SEDD and ProteinMPNN, under autocast as in
-training. Exit code of every rank: 0, 3 if a claim failed on any rank, 2 for wrong arguments. Reads
-and writes no files.
+Prints a table with a line PASS, FAIL or SKIP for each dtype and for what networks are given, then
+how fast large matrices are multiplied, for `mfu` in the log of train_sedd_ddp.py; the last line is
+the recommended setting. Errors are relative norms of the difference to the same computation in
+float64 on the CPU: of a matrix product, and of the outputs and gradients of SEDD and ProteinMPNN,
+under autocast as in training. Exit code of every rank: 0, 3 if a check failed on any rank, 2 for
+wrong arguments. Reads and writes no files.
 """
-if __name__ == "__main__":   # Ctrl-C during the imports below ends the script with one line
-    import ddp_guard
-    ddp_guard.end_imports_at_ctrl_c()
-
-import contextlib
 import functools
-import math
 import sys
 import textwrap
-import time
 from dataclasses import dataclass, field
 from typing import Callable, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.benchmark import Timer, timer
 
-from ddp_setup import Ddp, all_sum, autocast, broadcast, choose_dtype, grad_scaler, print0
+from ddp_setup import Ddp, autocast, choose_dtype, gather, grad_scaler, print0
 import mpnn.fast_cpu
 from mpnn.model import ProteinMPNN
 from training.config import Parser
@@ -53,8 +47,9 @@ DTYPES = (FLOAT64, FLOAT32, BFLOAT16, FLOAT16)
 PRODUCT_EPS = 1
 NETWORK_EPS = 4
 MOST_TRIES = 20             # steps in which the gradient scaler finds a scale
-FROM_ROUNDING = 0.1         # error of a network that rounded weights alone do not make
 FASTER = 1.1                # least speed-up for which a lower precision is recommended
+ROUNDS = 2                  # in which each speed is measured
+SECONDS = 0.25              # for which, at least, in each round
 WIDTH = 80                  # columns of a terminal
 DRAW_STEPS = 6              # denoising steps of a sample
 X_ID = 20                   # the token of an unknown residue, below which the known ones are
@@ -66,27 +61,20 @@ def short_name(dtype):
     return str(dtype).removeprefix("torch.")
 
 
-def first_line(error):
-    return (str(error).splitlines() or [""])[0]
+def in_short(error):
+    """Type and first line of an error."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
-# ---- what is measured ----
+# ---- the networks ----
 
-class NetworkErrors(NamedTuple):
-    """Relative errors of a network."""
-    output: float
-    gradient: float
-
-
-@dataclass
-class Row:
-    """Measurements of a dtype."""
-    error: str | None = None                        # why the dtype cannot be used
-    matmul: float | None = None                     # relative error of a matrix product
-    networks: dict = field(default_factory=dict)    # model's name: NetworkErrors
-    seconds: dict = field(default_factory=dict)     # "matmul" or model's name: best time
-    tries: dict = field(default_factory=dict)       # model's name: steps to a finite gradient
-    rate: float | None = None                       # FLOP/s of a large matrix product
+class Network(NamedTuple):
+    make: Callable              # (*size) -> (model, batch)
+    step: Callable              # (model, batch, dtype, ddp) -> (output, loss)
+    embedding: str              # name of the part of the model that tokens reach first
+    size_for_errors: tuple
+    size_on_cpu: tuple          # for speeds, like the next
+    size_on_accelerator: tuple
 
 
 def random_sedd(width, blocks, B, L):
@@ -137,18 +125,11 @@ def proteinmpnn_step(model, batch, dtype, ddp):
     return log_probs, F.nll_loss(log_probs.flatten(0, 1), S.flatten())
 
 
-class Network(NamedTuple):
-    make: Callable              # (*size) -> (model, batch)
-    step: Callable              # (model, batch, dtype, ddp) -> (output, loss)
-    size_for_errors: tuple
-    size_on_cpu: tuple          # for speeds, like the next
-    size_on_accelerator: tuple
-
-
 NETWORKS = {
-    "SEDD": Network(random_sedd, sedd_step, (64, 2, 4, 48), (256, 2, 4, 128), (768, 4, 8, 512)),
-    "ProteinMPNN": Network(random_proteinmpnn, proteinmpnn_step, (64, 16, 4, 40), (128, 32, 2, 64),
-                           (128, 48, 16, 300))}
+    "SEDD": Network(random_sedd, sedd_step, "vocab_embed",
+                    (64, 2, 4, 48), (256, 2, 4, 128), (768, 4, 8, 512)),
+    "ProteinMPNN": Network(random_proteinmpnn, proteinmpnn_step, "W_s",
+                           (64, 16, 4, 40), (128, 32, 2, 64), (128, 48, 16, 300))}
 
 
 def make(name, size, device, dtype=FLOAT32):
@@ -164,60 +145,36 @@ def make(name, size, device, dtype=FLOAT32):
                                      for x in batch]
 
 
-def make_small(name, ddp, dtype=FLOAT32):
-    """(model, batch) of the size for errors."""
-    return make(name, NETWORKS[name].size_for_errors, ddp.device, dtype)
+# ---- what is measured ----
+
+@dataclass
+class Row:
+    """Measurements of a dtype."""
+    missing: str = ""                               # why the dtype cannot be used
+    matmul: float | None = None                     # relative error of a matrix product
+    networks: dict = field(default_factory=dict)    # model's name: errors of output and gradient
+    seconds: dict = field(default_factory=dict)     # "matmul" or model's name: best time
+    rate: float | None = None                       # FLOP/s of a large matrix product
 
 
-def output_and_gradient(name, dtype, ddp):
-    """(output, gradient as one vector, both float64 on the CPU; steps until it was finite)."""
-    model, batch = make_small(name, ddp, dtype)
-    scaler = grad_scaler(dtype, ddp)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    for tries in range(1, MOST_TRIES + 1):
-        optimizer.zero_grad()
-        output, loss = NETWORKS[name].step(model, batch, dtype, ddp)
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()
-                              if parameter.grad is not None])
-        if gradient.isfinite().all():
-            break
-        scaler.step(optimizer)
-        scaler.update()
-    return output.detach().cpu().double(), gradient.cpu().double(), tries
-
-
-def distance(found, expected):
-    """Relative norm of the difference; nan or infinite if `found` is."""
-    return float((found - expected).norm() / expected.norm())
-
-
-def best_times(calls, ddp, limit):
-    """{key: seconds of the best call of calls[key]()}.
-
-    Calls alternate, for about `limit` seconds each, so that other work on the machine slows all
-    alike. The first call of each does not count.
-    """
-    best = dict.fromkeys(calls, math.inf)
-    rounds = 0
-    end = time.monotonic() + limit * len(calls)
-    while rounds < 3 or time.monotonic() < end:
-        for key, call in calls.items():
-            start = now(ddp)
-            call()
-            seconds = now(ddp) - start
-            if rounds > 0:
-                best[key] = min(best[key], seconds)
-        rounds += 1
-    return best
-
-
-def now(ddp):
-    """Seconds of the clock, after the device has finished its work."""
-    if ddp.device.type != "cpu":
-        getattr(torch, ddp.device.type).synchronize()
-    return time.perf_counter()
+def measure_errors(ddp):
+    """Make the table: {dtype: Row}, without speeds."""
+    a, b = random_factors(ddp)
+    cpu = Ddp()                                     # settings of one process on the CPU
+    exact = {name: output_and_gradient(name, FLOAT64, cpu) for name in NETWORKS}
+    rows = {}
+    for dtype in DTYPES:
+        row = Row()
+        rows[dtype] = row
+        try:
+            product = a.to(ddp.device, dtype) @ b.to(ddp.device, dtype)
+            row.matmul = distance(product.cpu().double(), a @ b)
+            for name in NETWORKS:
+                found = output_and_gradient(name, dtype, ddp)
+                row.networks[name] = list(map(distance, found, exact[name]))
+        except (RuntimeError, TypeError) as error:  # this torch or device has no such kernels
+            row.missing = in_short(error)
+    return rows
 
 
 def random_factors(ddp):
@@ -227,72 +184,63 @@ def random_factors(ddp):
     return [torch.randn(n, n, dtype=FLOAT64, generator=generator) for _ in range(2)]
 
 
-def measure_errors(ddp):
-    """Make the table: {dtype: Row}, without seconds."""
-    rows = {}
-    a, b = random_factors(ddp)
-    cpu = Ddp()                                     # settings of one process on the CPU
-    expected = {name: output_and_gradient(name, FLOAT64, cpu) for name in NETWORKS}
-    for dtype in DTYPES:
-        row = Row()
-        rows[dtype] = row
-        try:
-            product = a.to(ddp.device, dtype) @ b.to(ddp.device, dtype)
-            row.matmul = distance(product.cpu().double(), a @ b)
-            for name, (exact_output, exact_gradient, _) in expected.items():
-                output, gradient, row.tries[name] = output_and_gradient(name, dtype, ddp)
-                row.networks[name] = NetworkErrors(distance(output, exact_output),
-                                                   distance(gradient, exact_gradient))
-        except (RuntimeError, TypeError) as error:  # this torch or device has no such kernels
-            row.error = f"{type(error).__name__}: {first_line(error)}"
-    return rows
+def output_and_gradient(name, dtype, ddp):
+    """(output, gradient as one vector), both float64 on the CPU."""
+    network = NETWORKS[name]
+    model, batch = make(name, network.size_for_errors, ddp.device, dtype)
+    scaler = grad_scaler(dtype, ddp)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for _ in range(MOST_TRIES):
+        optimizer.zero_grad()
+        output, loss = network.step(model, batch, dtype, ddp)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()
+                              if parameter.grad is not None])
+        if gradient.isfinite().all():
+            break
+        scaler.step(optimizer)
+        scaler.update()
+    return output.detach().cpu().double(), gradient.cpu().double()
 
 
-def measure_speeds(rows, ddp, limit):
-    """Fill in the seconds of the table. limit: seconds for which each speed is measured."""
-    dtypes = [dtype for dtype in DTYPES if rows[dtype].error is None]
+def distance(found, expected):
+    """Relative norm of the difference; nan or infinite if `found` is."""
+    return float((found - expected).norm() / expected.norm())
+
+
+def measure_speeds(rows, ddp):
+    """Fill in the speeds of the table."""
     for what in ("matmul", *NETWORKS):
+        dtypes = [dtype for dtype in DTYPES if not rows[dtype].missing]
+        if what in NETWORKS:    # nobody trains in float64
+            dtypes = [dtype for dtype in dtypes if dtype != FLOAT64]
         try:
-            if what == "matmul":
-                calls = matmul_calls(dtypes, ddp)
-            else:
-                calls = training_calls(what, dtypes, ddp)
-            for dtype, seconds in best_times(calls, ddp, limit).items():
-                rows[dtype].seconds[what] = seconds
+            watches = {dtype: Timer("call()", globals={"call": call_in(dtype, what, ddp)},
+                                    num_threads=torch.get_num_threads()) for dtype in dtypes}
+            for _ in range(ROUNDS):     # in turn, so that other work here slows all dtypes alike
+                for dtype, watch in watches.items():
+                    best = min(watch.blocked_autorange(min_run_time=SECONDS).times)
+                    rows[dtype].seconds[what] = min(best, rows[dtype].seconds.get(what, best))
         except RuntimeError as error:               # such as out of memory: no speed in the table
-            print(f"{what} could not be timed: {first_line(error)}", file=sys.stderr)
+            print(f"{what} could not be timed: {in_short(error)}", file=sys.stderr)
     for dtype in dict.fromkeys((FLOAT32, choose_dtype(True, ddp.device)[0])):   # of training
-        if rows[dtype].error is None:
-            rows[dtype].rate = measure_matmul(matmul_rows(ddp.device), dtype, ddp.device,
-                                              lambda: now(ddp))
+        if not rows[dtype].missing:
+            rows[dtype].rate = measure_matmul(matmul_rows(ddp.device), dtype, ddp.device, timer)
 
 
-def matmul_calls(dtypes, ddp):
-    """{dtype: function that multiplies in it}."""
-    a, b = random_factors(ddp)
-    return {dtype: functools.partial(torch.matmul, a.to(ddp.device, dtype), b.to(ddp.device, dtype))
-            for dtype in dtypes}
-
-
-def describe_rates(rows):
-    """Lines on the measured FLOP/s, as settings for a run's `mfu`."""
-    return [f"measured in {short_name(dtype)}, one rank: monitoring.matmul_tflops: "
-            f"{row.rate / 1e12:.3g}" for dtype, row in rows.items() if row.rate]
+def call_in(dtype, what, ddp):
+    """A function that multiplies matrices, or computes loss and gradient of a network."""
+    if what == "matmul":
+        return functools.partial(torch.matmul, *(x.to(ddp.device, dtype)
+                                                 for x in random_factors(ddp)))
+    model, batch = make(what, size_for_speed(what, ddp), ddp.device, dtype)
+    return lambda: NETWORKS[what].step(model, batch, dtype, ddp)[1].backward()
 
 
 def size_for_speed(name, ddp):
     network = NETWORKS[name]
     return network.size_on_cpu if ddp.device.type == "cpu" else network.size_on_accelerator
-
-
-def training_calls(name, dtypes, ddp):
-    """{dtype: function that computes loss and gradient}, without float64."""
-    def train(model, batch, dtype):
-        NETWORKS[name].step(model, batch, dtype, ddp)[1].backward()
-
-    size = size_for_speed(name, ddp)
-    return {dtype: functools.partial(train, *make(name, size, ddp.device, dtype), dtype)
-            for dtype in dtypes if dtype != FLOAT64}
 
 
 def speed(rows, dtype, what):
@@ -302,130 +250,79 @@ def speed(rows, dtype, what):
     return in_float32 / seconds if seconds and in_float32 else None
 
 
-def table(rows):
-    """Lines of at most WIDTH columns."""
-    lines = ["            matmul     SEDD, error     MPNN, error speed, x float32",
-             "dtype        error  output gradient output gradient matmul SEDD MPNN"]
-    for dtype, row in rows.items():
-        if row.error:
-            figures = row.error
-        else:
-            errors = "  ".join(f"{found.output:6.0e}  {found.gradient:6.0e}"
-                               for found in row.networks.values())
-            gains = ""
-            for what in ("matmul", *NETWORKS):
-                gain = speed(rows, dtype, what)
-                gains += f"{gain:5.1f}" if gain else "    -"
-            figures = f"  {row.matmul:6.0e}  {errors}  {gains}"
-        lines.append(f"{short_name(dtype):9} {figures}"[:WIDTH])
-    return lines
+# ---- the checks: each is a line of the table ----
+
+class Result(NamedTuple):
+    """What a check found."""
+    status: str     # PASS, FAIL or SKIP
+    text: str
 
 
-# ---- the claims: each returns (True, False, or None if it cannot be checked; text) ----
-
-STATUS = {True: "PASS", False: "FAIL", None: "SKIP"}
-
-
-def allowed(dtype, units):
-    return units * torch.finfo(dtype).eps + 64 * torch.finfo(FLOAT32).eps
+HEAD = """\
+                error of             SEDD      ProteinMPNN     speed, x float32
+      dtype       matmul  output gradient  output gradient matmul   SEDD   MPNN"""
 
 
-def all_within(ddp, rows, units, errors_of):
-    """Is every dtype within `units` eps? Only float32 and the dtype of training have to work.
-
-    errors_of: function from a Row to its relative errors.
-    """
-    of_training, _ = choose_dtype(True, ddp.device)
-    holds = True
-    parts = []
-    for dtype, row in rows.items():
-        if row.error is not None:
-            parts.append(f"no {short_name(dtype)}: {row.error}")
-            if dtype in (FLOAT32, of_training):
-                holds = False
-        else:
-            errors = errors_of(row)
-            most = allowed(dtype, units)
-            parts.append(f"{short_name(dtype)} {max(errors):.1g} of {most:.1g}")
-            if not all(error <= most for error in errors):      # or nan
-                holds = False
-    return holds, ", ".join(parts)
-
-
-def matrix_products_are_close_to_float64(ddp, rows):
-    return all_within(ddp, rows, PRODUCT_EPS, lambda row: [row.matmul])
+def check_dtype(dtype, rows, ddp):
+    """Is a dtype as close to float64 as its rounding lets it be? float32 and that of training have
+    to work; others may be missing."""
+    row = rows[dtype]
+    if row.missing:
+        needed = dtype in (FLOAT32, choose_dtype(True, ddp.device)[0])
+        return Result("FAIL" if needed else "SKIP", f"not on this device: {row.missing}")
+    text = f"{row.matmul:8.0e}"
+    for output, gradient in row.networks.values():
+        text += f"{output:8.0e} {gradient:8.0e}"
+    for what in ("matmul", *NETWORKS):
+        gain = speed(rows, dtype, what)
+        text += f"{gain:7.1f}" if gain else "      -"
+    limits = {"the product": PRODUCT_EPS, **dict.fromkeys(NETWORKS, NETWORK_EPS)}
+    status = "PASS"
+    for (what, units), errors in zip(limits.items(), [[row.matmul], *row.networks.values()]):
+        most = units * torch.finfo(dtype).eps + 64 * torch.finfo(FLOAT32).eps
+        if not all(error <= most for error in errors):      # or nan
+            status = "FAIL"
+            text += f" {what} is off by more than {most:.1g}."
+    return Result(status, text)
 
 
-def sedd_is_finite_and_close(ddp, rows):
-    return all_within(ddp, rows, NETWORK_EPS, lambda row: row.networks["SEDD"])
-
-
-def proteinmpnn_is_finite_and_close(ddp, rows):
-    return all_within(ddp, rows, NETWORK_EPS, lambda row: row.networks["ProteinMPNN"])
-
-
-def half_dtypes(rows):
-    return [dtype for dtype in (BFLOAT16, FLOAT16) if rows[dtype].error is None]
-
-
-def tokens_stay_integers(ddp, rows):
-    """Tokens reach the embeddings as int64 under every autocast and in low-precision models.
-
-    Samples are int64 too. Models refuse tokens in real dtypes: bfloat16 has no odd numbers above
-    256.
-    """
-    seen = set()        # dtypes that reach embeddings
-    taken = set()       # models that accept real tokens
-    cases = [(FLOAT32, FLOAT32)]        # (dtype of weights, of autocast)
-    for half in half_dtypes(rows):
-        cases += [(FLOAT32, half), (half, half)]
+def check_tokens(rows, ddp):
+    """Do tokens reach the embeddings as int64 in every dtype, and are samples int64? bfloat16 has
+    no odd numbers above 256."""
+    seen = set()
     for name, network in NETWORKS.items():
-        for weights, compute in cases:
-            model, batch = make_small(name, ddp)
-            lookup = model.vocab_embed if name == "SEDD" else model.W_s
-            lookup.register_forward_pre_hook(lambda _, inputs: seen.add(inputs[0].dtype))
-            with torch.no_grad():
-                network.step(model.to(weights), batch, compute, ddp)
-                real = [x if x.is_floating_point() else x.to(compute) for x in batch]
-                with contextlib.suppress(ValueError):
-                    network.step(model, real, compute, ddp)
-                    taken.add(name)
-
-    def no_preference(xt, sigma):
-        return torch.zeros(*xt.shape, GRAPH.vocab_size, device=ddp.device)
-
+        model, batch = make(name, network.size_for_errors, ddp.device)
+        embedding = getattr(model, network.embedding)
+        embedding.register_forward_pre_hook(lambda _, inputs: seen.add(inputs[0].dtype))
+        for dtype in (FLOAT32, BFLOAT16, FLOAT16):
+            if not rows[dtype].missing:
+                network.step(model, batch, dtype, ddp)
     seen.add(draw(ddp, no_preference).dtype)
-    dtypes = ", ".join(sorted(map(str, seen)))
-    others = f"{', '.join(taken)} took real tokens" if taken else "others are refused"
-    return seen == {torch.int64} and not taken, (
-        f"{dtypes} in {len(cases)} kinds of each model and in samples; {others}")
+    names = ", ".join(sorted(map(short_name, seen)))
+    if seen != {torch.int64}:
+        return Result("FAIL", f"{names} in networks and samples; expected int64 alone")
+    return Result("PASS", f"{names} in both networks, in every dtype, and in samples")
 
 
-def dtypes_of_weights_and_inputs_may_differ(ddp, rows):
-    """Models with low-precision weights accept float32 inputs, with and without autocast.
+def check_sigma(rows, ddp):
+    """Is each network call of sample() given the total noise sigma(t) of that step in float32, and
+    not the time t?"""
+    sigmas = []
 
-    Otherwise they fail with `mat1 and mat2 must have the same dtype`.
-    """
-    errors = []
-    for half in half_dtypes(rows):
-        for name, network in NETWORKS.items():
-            model, batch = make_small(name, ddp)
-            with torch.no_grad():
-                exact = network.step(model, batch, FLOAT32, ddp)[0]
-                model.to(half)
-                for compute in (FLOAT32, half):
-                    errors.append(distance(network.step(model, batch, compute, ddp)[0], exact))
-    if not errors:
-        return None, "no low precision here"
-    return all(error < FROM_ROUNDING for error in errors), (
-        f"models with weights in low precision are within {max(errors):.1g}")
+    def log_score(xt, sigma):
+        sigmas.append(sigma.cpu())
+        return no_preference(xt, sigma)
 
-
-def gradients_are_scaled_for_float16_alone(ddp, rows):
-    scaled = [dtype for dtype in DTYPES if grad_scaler(dtype, ddp).is_enabled()]
-    tries = [f"; {name} finite at try {n}" for name, n in rows[FLOAT16].tries.items()]
-    names = ", ".join(map(short_name, scaled)) or "none"
-    return scaled == [FLOAT16], f"GradScaler on for {names}{''.join(tries)}"
+    draw(ddp, log_score)
+    sigma, _ = NOISE(torch.linspace(1, 1e-5, DRAW_STEPS + 1))
+    found = torch.stack(sigmas)
+    text = (f"{short_name(found.dtype)}, from {found.max():.3g} to {found.min():.1g} in "
+            f"{len(found)} network calls of a sample")
+    try:
+        torch.testing.assert_close(found, sigma[:, None].expand(-1, 2), rtol=1e-4, atol=1e-8)
+    except AssertionError as error:
+        return Result("FAIL", f"{text}; expected sigma(t) in float32. {in_short(error)}")
+    return Result("PASS", text)
 
 
 def draw(ddp, log_score):
@@ -433,153 +330,93 @@ def draw(ddp, log_score):
                   device=ddp.device, generator=torch.Generator().manual_seed(0))
 
 
-def generation_passes_sigma(ddp, rows):
-    """Each network call of sample() gets the total noise sigma(t) of that step, not the time t.
-
-    And SEDD uses it: ln p of the tokens at a mask depends on sigma. (log_softmax removes the scale
-    of the scores, which always does.)
-    """
-    model, (xt, *_) = make_small("SEDD", ddp)
-    sigmas = []
-
-    def log_score(xt, sigma):
-        sigmas.append(sigma.double().cpu())
-        return model(xt, sigma)
-
-    with torch.no_grad():
-        draw(ddp, log_score)
-        masked = torch.full_like(xt, GRAPH.mask_id)
-        at_low = model(masked, torch.full((len(xt),), 0.1, device=ddp.device))
-        at_high = model(masked, torch.full((len(xt),), 3.0, device=ddp.device))
-    low = at_low[..., :X_ID].log_softmax(-1)
-    high = at_high[..., :X_ID].log_softmax(-1)
-    change = (low - high).abs().mean().item()
-    expected = NOISE(torch.linspace(1, 1e-5, DRAW_STEPS + 1, dtype=FLOAT64))[0]
-    right = len(sigmas) == DRAW_STEPS + 1 and torch.allclose(
-        torch.stack(sigmas), expected[:, None].expand(-1, 2), rtol=1e-5)
-    return right and change > 1e-3, (
-        f"{len(sigmas)} calls, sigma {sigmas[0][0]:.3g} to {sigmas[-1][0]:.1g}"
-        f"{'' if right else ', not sigma(t)'}; from 0.1 to 3 SEDD's ln p changes by {change:.2g}")
+def no_preference(xt, sigma):
+    """Log scores of a network that prefers no letter."""
+    return torch.zeros(*xt.shape, GRAPH.vocab_size, device=xt.device)
 
 
-CLAIMS = {"matmul": matrix_products_are_close_to_float64,
-          "SEDD": sedd_is_finite_and_close,
-          "ProteinMPNN": proteinmpnn_is_finite_and_close,
-          "tokens": tokens_stay_integers,
-          "mixed": dtypes_of_weights_and_inputs_may_differ,
-          "GradScaler": gradients_are_scaled_for_float16_alone,
-          "sigma": generation_passes_sigma}
-
-
-def recommend(rows):
-    """(dtype, reason): the first one in which both models are close and SEDD trains faster.
-
-    bfloat16 comes first, as it has float32's range and needs no GradScaler. A dtype that the
-    hardware only emulates is slower than float32, and so not recommended.
-    """
-    reasons = []
-    for dtype in (BFLOAT16, FLOAT16):
-        row = rows[dtype]
-        gain = speed(rows, dtype, "SEDD")
-        name = short_name(dtype)
-        most = allowed(dtype, NETWORK_EPS)
-        if row.error is not None:
-            reasons.append(f"{name} does not work")
-        elif not all(error <= most for errors in row.networks.values() for error in errors):
-            reasons.append(f"{name} is not close")
-        elif gain is None:
-            reasons.append(f"SEDD's speed in {name} was not measured")
-        else:
-            reasons.append(f"SEDD trains {gain:.1f} x as fast in {name} as in float32")
-            if gain >= FASTER:
-                return dtype, "; ".join(reasons)
-    return FLOAT32, "; ".join(reasons)
+CHECKS = {**{short_name(dtype): functools.partial(check_dtype, dtype) for dtype in DTYPES},
+          "tokens": check_tokens, "sigma": check_sigma}
 
 
 # ---- python test_dtype.py ----
 
-def report(ddp, limit):
-    """Check on every rank, print on rank 0. limit: see measure_speeds.
+def report(ddp):
+    """Check on every rank, print on rank 0.
 
-    Returns: names of the claims that failed on any rank.
+    Returns: names of the checks that failed on any rank.
     """
     rows = measure_errors(ddp)
-    measure_speeds(rows, ddp, limit)
+    measure_speeds(rows, ddp)
+    results = {name: check_on_all_ranks(check, rows, ddp) for name, check in CHECKS.items()}
+    failed = [name for name, result in results.items() if result.status == "FAIL"]
     device_name = "cpu"
     if ddp.device.type != "cpu":
-        device_name = getattr(torch, ddp.device.type).get_device_name(ddp.device)
+        device_name = torch.get_device_module(ddp.device).get_device_name(ddp.device)
     print0(ddp, f"torch {torch.__version__} on {device_name}, {torch.get_num_threads()} thread(s); "
                 f"speeds with SEDD of width {size_for_speed('SEDD', ddp)[0]}")
-    print0(ddp, "\n".join(table(rows)))
-    failed = []
-    for name, claim in CLAIMS.items():
-        holds, figure = check_on_all_ranks(claim, ddp, rows)
-        if holds is False:
-            failed.append(name)
-        print0(ddp, textwrap.fill(f"{STATUS[holds]}  {name:<12} {figure}", WIDTH,
-                                  subsequent_indent=" " * 19, break_on_hyphens=False))
-    dtype, reason = recommend(rows)
-    summary = (f"{len(failed)} of {len(CLAIMS)} claims failed. {reason}; true means "
-               f"{short_name(choose_dtype(True, ddp.device)[0])}")
-    print0(ddp, textwrap.fill(summary, WIDTH))
+    print0(ddp, HEAD)
+    for name, (status, text) in results.items():
+        print0(ddp, textwrap.fill(f"{status}  {name:<10}{text}", WIDTH, subsequent_indent=" " * 18,
+                                  break_on_hyphens=False))
+    print0(ddp, f"{len(failed)} of {len(CHECKS)} checks failed; mixed_precision: true means "
+                f"{short_name(choose_dtype(True, ddp.device)[0])}")
     for line in describe_rates(rows):
         print0(ddp, line)
-    print0(ddp, f"recommended: memory.mixed_precision: {short_name(dtype)}")
+    print0(ddp, f"recommended: memory.mixed_precision: {short_name(recommend(rows, results))}")
     return failed
 
 
-def check_on_all_ranks(claim, ddp, rows):
-    """What a claim returns, on rank 0; if it fails on any rank, False and the first one's text."""
+def check_on_all_ranks(check, rows, ddp):
+    """What a check found on rank 0; if it failed on any rank, what the first one of these found."""
     try:
-        holds, figure = claim(ddp, rows)
-    except Exception as error:      # any error fails this claim; check the others too
-        holds = False
-        figure = f"{type(error).__name__}: {first_line(error)}"
-    failures = [float(holds is False and rank == ddp.rank) for rank in range(ddp.world_size)]
-    ranks = [rank for rank, n in enumerate(all_sum(failures, ddp)) if n]
-    if not ranks:
-        return holds, figure
-    figure = broadcast(figure, ddp, ranks[0])
-    return False, f"on rank {', '.join(map(str, ranks))}: {figure}"
+        result = check(rows, ddp)
+    except Exception as error:      # any error fails this check; do the others too
+        result = Result("FAIL", in_short(error))
+    results = [Result(*found) for found in gather([*result], ddp)]
+    failed = [rank for rank, found in enumerate(results) if found.status == "FAIL"]
+    if not failed:
+        return results[0]
+    ranks = ", ".join(map(str, failed))
+    return Result("FAIL", f"{results[failed[0]].text} (on rank {ranks})")
 
 
-def make_parser():
-    parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False)
-    parser.add_argument("--seconds", type=float, default=0.5,
-                        help="how long each speed is measured (default 0.5)")
-    add_launch_arguments(parser)
-    return parser
+def recommend(rows, results):
+    """The first dtype that passed, on all ranks, and in which SEDD trains faster than in float32.
+
+    bfloat16 comes first, as it has float32's range and needs no GradScaler. A dtype that the
+    hardware only emulates is slower than float32, and so not recommended.
+    """
+    for dtype in (BFLOAT16, FLOAT16):
+        gain = speed(rows, dtype, "SEDD")
+        if results[short_name(dtype)].status == "PASS" and gain and gain >= FASTER:
+            return dtype
+    return FLOAT32
 
 
-def read_arguments(argv):
-    args = make_parser().parse_args(argv)
-    if not 0 < args.seconds < math.inf:
-        raise ValueError(f"command line: --seconds is {args.seconds}, expected a number above 0")
-    return args
+def describe_rates(rows):
+    """Lines on the measured FLOP/s, as settings for a run's `mfu`."""
+    return [f"measured in {short_name(dtype)}, one rank: monitoring.matmul_tflops: "
+            f"{row.rate / 1e12:.3g}" for dtype, row in rows.items() if row.rate]
 
 
 def cli(argv):
+    parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    add_launch_arguments(parser)
     if "-h" in argv or "--help" in argv:
-        make_parser().parse_args(["--help"])
+        parser.parse_args(["--help"])
     with started_ranks(None, argv) as ddp:
-        failed = report(ddp, read_arguments(argv).seconds)
+        parser.parse_args(argv)     # here, so that an error is printed once
+        failed = report(ddp)
     sys.exit(FAILED if failed else 0)
 
 
 # ---- pytest test_dtype.py ----
 
-@functools.cache
-def measured():
-    return measure_errors(Ddp())
-
-
-def pytest_generate_tests(metafunc):    # without importing pytest, which a cluster may lack
-    metafunc.parametrize("claim", CLAIMS.values(), ids=lambda claim: claim.__name__)
-
-
-def test_on_this_cpu(claim):
-    holds, figure = claim(Ddp(), measured())
-    assert holds, figure
+def test_on_this_cpu():
+    rows = measure_errors(Ddp())
+    for name, check in CHECKS.items():
+        assert check(rows, Ddp()).status != "FAIL", name
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ from training.folder import take_folder
 from training.log import open_log
 from training.loop import (N_SCALARS, Run, after_step, check_alike, clip_gradient, fetch,
                            global_gradient, is_finished, open_batches, set_learning_rate,
-                           start_run, step_optimizer)
+                           start_run, step_optimizer, using_checkpoint)
 from training.meter import bad_steps_field, step_values
 from training.pair_plan import PairPlan
 from training.plan import describe_batch, describe_run, plan_head, plan_table, print_lines
@@ -53,8 +53,8 @@ from training.preferences import (SEEN, SUMS, Likelihoods, evaluate, evaluate_st
                                   pack, result_lines)
 from training.reference_scores import make_tables
 from training.profile import StepProfile
-from training.resume import (ALWAYS_NEEDED, MAY_ALWAYS_CHANGE, bring_best, check_checkpoint,
-                             check_data, count_micro_batches, hash_of, save_run,
+from training.resume import (ALWAYS_NEEDED, MAY_ALWAYS_CHANGE, begin_best_anew,
+                             check_checkpoint, check_data, count_micro_batches, hash_of, save_run,
                              start_or_continue)
 
 # model.kind -> module with what differs between them
@@ -379,7 +379,7 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
     work_dir = Path(work_dir)
     training = config.training
     check_config(config)
-    former = start_or_continue(config, ddp, work_dir, resume, fresh, MAY_CHANGE, PER_HOST)
+    former = start_or_continue(config, ddp, work_dir, resume, fresh, PER_HOST)
     kind = KINDS[config.model.kind]
     loaded = kind.load(config, ddp)
     data = loaded.data
@@ -407,11 +407,8 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
         validation = kind.make_validation(loaded, reference, config, objective)
     sums = torch.zeros(len(SUMS) + len(SEEN) + N_SCALARS, dtype=torch.float64)
     if former.state is not None:
-        if len(former.state["sums"]) != len(sums):
-            raise ValueError(f"{former.path} has {len(former.state['sums'])} sums of its epoch; "
-                             f"expected {len(sums)}. Give an older checkpoint (--resume), or "
-                             "--fresh to start over.")
-        sums = torch.tensor(former.state["sums"], dtype=torch.float64)
+        with using_checkpoint(former.path):
+            sums = torch.tensor(former.state["sums"], dtype=torch.float64).view_as(sums)
     run = start_run(
         DpoRun, config, ddp, former, bare, plan.item_of, steps_per_epoch=plan.steps_per_epoch,
         micro_batches=micro_batches, lr_batch=lr_batch,
@@ -426,7 +423,7 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
     lines = describe_data(run, loaded, precision, ddp)
     print_lines(ddp, lines + describe_run(run, former.state, "pairs", lr_batch, ddp))
     take_folder(run, ddp, fresh, ("checkpoints", "reference", "designs"))
-    bring_best(run, ddp, "best_model.pt")
+    begin_best_anew(run, ddp, "best_model.pt")
     return run
 
 
@@ -477,7 +474,7 @@ def train(run, ddp):  # noqa: C901  (the loop of a run on one screen, in the ord
         set_learning_rate(run)
         micro_batches = fetch(run, batches)
         totals, norm = global_gradient(run.model, micro_batches, loss_of, ddp, run.expected_count,
-                                       run.scaler, run.meter)
+                                       run)
         run.sums += torch.where(totals.bad > 0, 0.0, totals.packed)
         norm = clip_gradient(run, norm)
         step_optimizer(run, totals)   # a bad step changes nothing
@@ -488,7 +485,7 @@ def train(run, ddp):  # noqa: C901  (the loop of a run on one screen, in the ord
         evaluate_now = at_end or is_due(step, training.eval_freq)
         save_now = at_end or is_due(step, training.snapshot_freq)
         report = evaluate_now or is_due(step, training.log_freq)
-        reason = after_step(run, ddp, at_once=report or save_now)
+        reason, save_due = after_step(run, ddp, at_once=report or save_now)
         if step == 1 and run.validation is None:   # this loss was computed before the first update
             loss = metrics_of(totals.sums, totals.count)["loss"]
             log.say(f"step 0: train loss {loss:.4f}")
@@ -504,7 +501,7 @@ def train(run, ddp):  # noqa: C901  (the loop of a run on one screen, in the ord
             log.metrics(step, values, run.meter.histograms)
         if is_whole_epoch:
             run.sums.zero_()
-        if progress["finished"] or save_now or run.save_due or reason:
+        if progress["finished"] or save_now or save_due or reason:
             run.model_kind.save_model(run, log, ddp, "latest_model.pt")
             save_run(run, log, ddp, "last.pt", training.keep_last, base=run.base,
                      sums=run.sums.tolist())

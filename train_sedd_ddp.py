@@ -57,8 +57,9 @@ from training.peak import choose_peak
 from training.plan import describe_batch, describe_run, plan_head, plan_table, print_lines
 from training.precision import choose_precision, compile_blocks
 from training.profile import StepProfile
-from training.resume import (ALWAYS_NEEDED, MAY_ALWAYS_CHANGE, bring_best, check_checkpoint,
-                             check_data, count_micro_batches, start_or_continue)
+from training.resume import (ALWAYS_NEEDED, MAY_ALWAYS_CHANGE, begin_best_anew,
+                             check_checkpoint, check_data, count_micro_batches,
+                             start_or_continue)
 
 
 # ---------------------------------------------------------------- config
@@ -285,9 +286,7 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False, stage=None):
     the run folder is touched last, when all checks have passed on every rank."""
     work_dir = Path(work_dir)
     check_config(config)
-    # Earlier versions accepted keys of other noise types, so a resumed run may have them.
-    may_change = (*MAY_CHANGE, *(f"noise.{key}" for key in unused_noise_keys(config.noise)))
-    former = start_or_continue(config, ddp, work_dir, resume, fresh, may_change, PER_HOST)
+    former = start_or_continue(config, ddp, work_dir, resume, fresh, PER_HOST)
     graph = make_graph(config.graph.type, N_TOKENS)
     noise = noise_of(vars(config.noise))
     dtype, precision = choose_precision(config, ddp)
@@ -298,6 +297,8 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False, stage=None):
     data = load_data(config, ddp, stage)
     check_alike({"data (hash)": data.fingerprint["hash"]}, ddp)
     anew = f"--init_from {former.path}"
+    # Earlier versions accepted keys of other noise types, so a resumed run may have them.
+    may_change = (*MAY_CHANGE, *(f"noise.{key}" for key in unused_noise_keys(config.noise)))
     check_checkpoint(former, NEEDED, config, may_change, bare, anew)
     check_data(former, "proteins", data.fingerprint, anew)
     micro_batches = count_micro_batches(former, config, ddp)
@@ -335,7 +336,7 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False, stage=None):
     lines += describe_data(run, data, precision + compiled, ddp) + measure_mfu(run, ddp)
     print_lines(ddp, lines + describe_run(run, former.state, plan.counted_in, lr_batch, ddp))
     take_folder(run, ddp, fresh, ("checkpoints", "samples"))
-    bring_best(run, ddp, "checkpoints/best.pt")
+    begin_best_anew(run, ddp, "checkpoints/best.pt")
     return run
 
 
@@ -406,7 +407,7 @@ def train(run, ddp):  # noqa: C901  (the loop of a run on one screen, in the ord
         micro_batches = fetch(run, batches)
         # of the mean loss over the micro-batches of all ranks, and the sums that this needs
         totals, norm = global_gradient(run.model, micro_batches, loss_of, ddp, run.expected_count,
-                                       run.scaler, run.meter)
+                                       run)
         norm = clip_gradient(run, norm)
         step_optimizer(run, totals)   # a bad step changes nothing
         step = progress["step"]
@@ -414,7 +415,7 @@ def train(run, ddp):  # noqa: C901  (the loop of a run on one screen, in the ord
         evaluate_now = is_last or step % training.eval_freq == 0
         save_now = is_last or step % training.snapshot_freq == 0
         report = evaluate_now or step % training.log_freq == 0
-        reason = after_step(run, ddp, at_once=report or save_now)
+        reason, save_due = after_step(run, ddp, at_once=report or save_now)
         if report:
             values = report_step(run, log, totals, norm, ddp)
         if evaluate_now:
@@ -426,7 +427,7 @@ def train(run, ddp):  # noqa: C901  (the loop of a run on one screen, in the ord
         sample_every = config.monitoring.sample_frequency   # 0: only at the end
         if progress["finished"] or (sample_every and step % sample_every == 0):
             write_samples(run, ddp)
-        if progress["finished"] or save_now or run.save_due or reason:   # after the samples
+        if progress["finished"] or save_now or save_due or reason:   # after the samples
             save(run, log, ddp, "last.pt", training.keep_last)
         if report:   # evaluation, saving and sampling are not counted as training
             run.meter.restart()

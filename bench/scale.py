@@ -15,8 +15,9 @@ weak: the batch per rank is that of the config. strong: the global batch is that
 on the same data, but each trains without DDP and without collectives. So it shows the step without
 communication ("exchange"). "of alone" is the median over steps of alone's time / the time with
 exchange. It can exceed 1 with Muon, whose work the ranks of a host share. Settings alternate, some
-steps each. Repeats of a number of ranks (with the same --json) are joined by medians. The formulas
-are in bench/scale_report.py.
+steps each. Repeats of a number of ranks (with the same --json) are joined by medians. A second
+table has the time and the bus bandwidth of an all-reduce, from 4 KiB to 64 MiB. The formulas are in
+bench/scale_report.py.
 """
 import contextlib
 import importlib.util
@@ -24,9 +25,9 @@ import io
 import json
 import math
 import os
+import statistics
 import sys
 import tempfile
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -35,21 +36,22 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.utils.benchmark import timer
 
 from bench.common import CONFIGS, SCRIPTS, shared_folder, training_of, use_demo_proteins
-from bench.scale_report import ALIKE, report
+from bench.scale_report import report
 from ddp_setup import (BAD_INPUT, Ddp, SetupError, all_mean, all_sum, barrier, detect_launcher,
                        wrap_ddp)
 from training.config import Parser, load_config
-from training.command_line import prepare_and_train
-from training.files import write_text_atomic
-from training.command_line import joined_ranks
+from training.command_line import joined_ranks, prepare_and_train
+from training.files import read_text, write_text_atomic
 from training.launch import run_ranks
 from training.plan import numbers_of
 from training.meter import PARTS, StepMeter, peak_memory, seconds_by_part
 from training.loop import open_batches, global_gradient, take_step
 
 ALL_REDUCES = 9              # timed repeats of each size
+ALL_REDUCE_BYTES = [4096 * 4**k for k in range(8)]   # the last ones exceed a bucket of DDP
 NOISE_MICRO_BATCHES = 8      # micro-batches in the larger batch of measure_noise
 COLLECTIVE_SECONDS = 900.0   # time limit of a collective: all ranks end if one does not come
 
@@ -126,7 +128,7 @@ def measure_run(run, settings, args, ddp):
         largest=max(args.ranks, default=ddp.world_size), train=args.train,
         parameters=sum(p.numel() for p in parameters), gradient_bytes=size,
         messages=count_messages(size, run.config.ddp.bucket_cap_mb),
-        memory_gb=max(all_sum(memory, ddp)), noise=noise, all_reduces=time_all_reduces(size, ddp),
+        memory_gb=max(all_sum(memory, ddp)), noise=noise, all_reduces=time_all_reduces(ddp),
         rows=rows)
 
 
@@ -202,23 +204,20 @@ def make_row(setting, settings, parts, per_micro_batch):
     return row
 
 
-def time_all_reduces(largest, ddp):
-    """[[bytes, seconds]] of float32 all-reduces: the median for each size; sizes alternate."""
+def time_all_reduces(ddp):
+    """[[bytes, seconds]] of float32 all-reduces: the median of each size, as a mean over ranks."""
     if ddp.world_size == 1:
         return []
-    sizes = sorted({min(size, largest) // 4 * 4 for size in (4096, 2**20, 25 * 2**20)})
-    tensors = [torch.zeros(size // 4, device=ddp.device) for size in sizes]
-    times = torch.zeros(len(sizes), 2 + ALL_REDUCES, dtype=torch.float64)   # two to warm up
-    for repeat in range(times.shape[1]):
-        for k, tensor in enumerate(tensors):
-            barrier(ddp)
-            begin = time.perf_counter()
+    medians = []
+    for size in ALL_REDUCE_BYTES:
+        tensor = torch.zeros(size // 4, device=ddp.device)
+        times = []
+        for _ in range(2 + ALL_REDUCES):
+            begin = timer()     # after the device has finished its work
             dist.all_reduce(tensor)
-            if ddp.device.type != "cpu":
-                getattr(torch, ddp.device.type).synchronize()
-            times[k, repeat] = time.perf_counter() - begin
-    medians = all_sum(times[:, 2:], ddp).median(1).values / ddp.world_size
-    return list(map(list, zip(sizes, medians.tolist())))
+            times.append(timer() - begin)
+        medians.append(statistics.median(times[2:]))    # the first two warm up
+    return [[size, seconds] for size, seconds in zip(ALL_REDUCE_BYTES, all_mean(medians, ddp))]
 
 
 def measure_noise(run, dataset, loss_of, args, ddp):
@@ -244,7 +243,9 @@ def measure_noise(run, dataset, loss_of, args, ddp):
             count += n
             small_batches.append((float(norm)**2, 1 / n))
             weighted = [n * p.grad for p in run.bare.parameters() if p.grad is not None]
-            together = torch._foreach_add(together, weighted) if together else weighted
+            if together:
+                weighted = [total + more for total, more in zip(together, weighted)]
+            together = weighted
             run.optimizer.zero_grad(set_to_none=True)
         norm = float(torch.nn.utils.get_total_norm(together)) / count
         big_batches.append((norm**2, 1 / count))
@@ -260,22 +261,10 @@ def read_launches(path):
     if path is None or not os.path.exists(path):
         return []
     try:
-        launches = json.loads(Path(path).read_text(encoding="utf-8"))["launches"]
-        for launch in launches:
-            check_launch(launch)
-        return [launch for launch in launches if launch["rows"]]
-    except (OSError, ValueError, KeyError, TypeError):
+        return json.loads(read_text(path))["launches"]
+    except (ValueError, KeyError, TypeError):
         raise ValueError(f"--json {path} is no file that python -m bench scale wrote; expected one "
                          "or a new name") from None
-
-
-def check_launch(launch):
-    """Raises: KeyError or TypeError for what is no launch."""
-    for key in (*ALIKE, "backend", "ranks", "largest", "noise", "all_reduces"):
-        launch[key]
-    for row in launch["rows"]:
-        for key in ("scaling", "variant", "seconds"):
-            row[key]
 
 
 def make_parser():
@@ -293,7 +282,7 @@ def make_parser():
     add("--predict", help="numbers of ranks to predict; also measures the critical batch")
     add("--latency_us", type=float, help="latency per hop of the predicted machine: time of a "
                                          "small all-reduce / (2 log2 of its ranks)")
-    add("--bandwidth_gbs", type=float, help="its bus bandwidth (test_aurora_ddp.py --bandwidth)")
+    add("--bandwidth_gbs", type=float, help="its bus bandwidth, as in the table of all-reduces")
     add("--json", help="file to add the results to")
     add("--plot", help="PNG file to draw")
     add("--device", default="auto", choices=("auto", "cpu", "cuda", "xpu"))
@@ -374,11 +363,8 @@ def measure_here(args, config):
         launch = measure(args, config, ddp)
         args.launches = [launch]
         if ddp.is_main and args.json:
-            try:   # read again: another job may have added to the file in the meantime
-                args.launches = [*read_launches(args.json), launch]
-            except ValueError as error:
-                args.json = f"{args.json}.{os.getpid()}"
-                print(f"ATTENTION: {error}. So this launch is in {args.json}", file=sys.stderr)
+            # Read again: another job may have added to the file in the meantime.
+            args.launches = [*read_launches(args.json), launch]
             write_text_atomic(args.json, json.dumps({"launches": args.launches}, indent=1))
         if ddp.is_main and not args.measure:
             write_report(args)

@@ -1,4 +1,4 @@
-"""Report of python -m bench scale: a table, a plot, and a prediction for more ranks.
+"""Report of python -m bench scale: tables, a plot, and a prediction for more ranks.
 
 In weak scaling the time of a step of N ranks is predicted (predict_step) as
     alone + sigma m(N) + X - min(overlap X, backward)
@@ -230,6 +230,9 @@ def report(launches, args):
         print(f"{left_out} of the file's launches are left out. They differ from the last one in "
               f"one of\n  {', '.join(ALIKE)}, backend")
     print_table(table, launches[-1])
+    last = merged[max(merged)]
+    if last["all_reduces"]:
+        print_all_reduces(last)
     critical = critical_batch(merged)
     predicted = []
     errors = {}
@@ -260,6 +263,20 @@ def print_table(table, last):
               f"{row['seconds']:>7.3f}{row['batch'] / row['seconds']:>11,.0f}"
               f"{row['speed_up']:>7.2f}{row['efficiency']:>7.0%}{row['of_alone']:>6.2f}"
               f"{data:>5}{compute:>5}{exchange:>7}{optimizer:>6}{row['memory_gb']:>6.2f}")
+
+
+def print_all_reduces(launch):
+    """Print the time and the bus bandwidth of an all-reduce, for each size."""
+    ranks = launch["ranks"]
+    repeats = {}        # {bytes: seconds}
+    for size, seconds in launch["all_reduces"]:
+        repeats.setdefault(size, []).append(seconds)
+    print(f"all-reduces of {ranks} ranks, {launch['backend']}, float32\n"
+          f"{'KiB':>10}{'us':>12}{'bus GB/s':>12}")
+    for size, found in sorted(repeats.items()):
+        seconds = statistics.median(found)
+        bus = 2 * (ranks - 1) / ranks * size / seconds
+        print(f"{size / 1024:>10,.0f}{seconds * 1e6:>12,.0f}{bus / 1e9:>12.4f}")
 
 
 def print_prediction(predicted, errors, text, critical, launches):

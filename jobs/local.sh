@@ -28,9 +28,11 @@ source "$(dirname "${BASH_SOURCE[0]}")/lib/local.sh"          # checks, argument
 
 make_run_env() {
   make_env
-  if [ -z "$MATPLOTLIB" ] || [ -e .venv/stamp.pictures ]; then return; fi
+  if [ -n "$MATPLOTLIB" ]; then once "$MATPLOTLIB" install_pictures; fi
+}
+
+install_pictures() {   # tried once: a run does not need it
   (install .venv/bin/python "$MATPLOTLIB") || echo "Without it, runs draw no curves.png."
-  touch .venv/stamp.pictures   # try once only: a run does not need it
 }
 
 if [[ ${1:-} =~ ^-?[0-9]+$ ]]; then

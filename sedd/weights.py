@@ -18,6 +18,7 @@ import torch
 
 from ddp_setup import broadcast
 from training.config import config_to_dict
+from training.loop import using_checkpoint
 from training.resume import hash_of
 from training.files import check_zip, read_text, write_text_atomic, write_whole
 from sedd.diffusion import make_graph, make_noise
@@ -359,11 +360,12 @@ def start_from_weights(config, former, resume, model, ddp):
     path = config.training.init_from
     record = None
     lines = []
-    if isinstance(former.state, dict):
+    if former.state is not None:
         record = former.state.get("init_from")   # checkpoints of earlier versions have none
     if record:
-        lines = [f"weights: from the run's checkpoint; it began with {record['path']} (hash "
-                 f"{record['hash']})"]
+        with using_checkpoint(former.path):
+            lines = [f"weights: from the run's checkpoint; it began with {record['path']} (hash "
+                     f"{record['hash']})"]
     if path is None:
         return record, lines
     if resume:

@@ -5,8 +5,9 @@ requests as lines of JSON, and answers each by one:
   {"argv": script and arguments, "cwd", "ranks": [[environment, path of stdout, of stderr], ...]}
                                        -> [process of each]
   {"wait": processes, "timeout": seconds, "grace": seconds} -> [exit code of each]
-A process that is still there at the timeout, or `grace` seconds after another has failed (null: no
-limit), is killed: its exit code is -9. A guard forks its rank, where it would start Python anew.
+A process that is still there at the timeout is killed: its exit code is -9. When one has failed,
+the others are ended as launchers do it: by SIGTERM, and `grace` seconds later by SIGKILL (null:
+they are not). A guard forks its rank, where it would start Python anew.
 """
 
 import atexit
@@ -39,14 +40,18 @@ def wait_for(pids, timeout, grace):
     running = [pid for pid in pids if pid not in codes]
     deadline = time.monotonic() + timeout
     left = set(running)
+    has_failed = False
     while left and time.monotonic() < deadline:
         for pid in set(left):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 left.remove(pid)
                 codes[pid] = os.waitstatus_to_exitcode(status)
-                if status and grace is not None:
+                if status and grace is not None and not has_failed:
+                    has_failed = True
                     deadline = min(deadline, time.monotonic() + grace)
+                    for other in left:
+                        os.kill(other, signal.SIGTERM)
         time.sleep(0.005)
     for pid in running:
         with contextlib.suppress(ProcessLookupError):      # nothing of it is left

@@ -47,8 +47,8 @@ HOSTS = {"hostA": "10.77.0.1", "hostB": "10.77.0.2"}
 # What a batch system or an outer launcher may have left in our own environment.
 _DROPPED_PREFIXES = (
     "SLURM_", "SBATCH_", "SRUN_", "PMI_", "PMIX_", "OMPI_", "PRTE_", "PALS_", "MPI_LOCAL", "HYDRA_",
-    "HYDI_", "I_MPI_", "MV2_", "FLUX_", "JSM_", "LSB_", "PBS_", "TORCHELASTIC_", "TORCH_", "GLOO_",
-    "MPI4PY_", "DDP_", "ROLE_", "GROUP_")
+    "HYDI_", "I_MPI_", "PBS_", "TORCHELASTIC_", "TORCH_", "GLOO_", "MPI4PY_", "DDP_", "ROLE_",
+    "GROUP_")
 _DROPPED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR",
             "MASTER_PORT", "PYTHONPATH")
 # Where a rank's number stands in its environment, innermost launcher first.
@@ -210,24 +210,26 @@ class ForkedRanks(contextlib.AbstractContextManager):
         return "".join(_read(out) for number, (out, _) in self._files.items()
                        if rank in (None, number))
 
-    def err(self):
-        return "".join(_read(err) for _, err in self._files.values())
+    def err(self, rank=None):
+        """As out(), of stderr."""
+        return "".join(_read(err) for number, (_, err) in self._files.items()
+                       if rank in (None, number))
 
     def wait_for(self, text, timeout=600):
         """Return once every rank has printed `text`."""
         await_that(lambda: all(text in self.out(rank) for rank in self.pids), timeout, self.err)
 
     def codes(self, timeout=600, grace=None):
-        """Wait for all; exit codes, of those killed at the timeout or `grace` seconds after another
-        had failed -9."""
+        """Wait for all; exit codes, of those killed at the timeout -9. grace: when one has failed,
+        end the others by SIGTERM, and so many seconds later by SIGKILL; None: do not."""
         return ask_fork_server(wait=list(self.pids.values()), timeout=timeout, grace=grace)
 
 
 def fork_ranks(n, argv, cwd, env=None, timeout=600):
     """Run `python argv` on n ForkedRanks to their end and return a Result.
 
-    They have the variables of torchrun, and no guard unless `env` holds DDP_GUARD=1. returncode: of
-    the first rank that failed; -9 where it outlived `timeout`, or the failure of another by GRACE.
+    They have the variables of torchrun, and no guard unless `env` holds DDP_GUARD=1. When one has
+    failed, the others are ended as a launcher does it. returncode: of the first rank that failed.
     """
     common = {"DDP_GUARD": 0, **(env or {})}
     environments = {0: common}
@@ -243,11 +245,11 @@ def fork_ranks(n, argv, cwd, env=None, timeout=600):
 
 
 def first_failure(codes):
-    """The first exit code that is not 0, or 0."""
-    for code in codes:
-        if code != 0:
-            return code
-    return 0
+    """The first exit code that is not 0, if possible of a rank that was not ended because another
+    had failed; or 0."""
+    failed = [code for code in codes if code != 0]
+    by_themselves = [code for code in failed if code not in (-signal.SIGTERM, -signal.SIGKILL)]
+    return [*by_themselves, *failed, 0][0]
 
 
 def code_files():
@@ -353,7 +355,8 @@ class Running(contextlib.AbstractContextManager):
             numbers = [environment[name] for name in _RANK_VARIABLES if environment.get(name)]
             if numbers:
                 ranks[pid] = int(numbers[0])
-            if environment.get("DDP_GUARD_FD", "").endswith(f":{_parent(pid)}"):
+            guard = environment.get("DDP_GUARD_FD", "::").split(":")[1]   # PIPE:GUARD:LAUNCHER
+            if guard == str(_parent(pid)):
                 guarded[_parent(pid)] = pid
         return {rank: (pid, guarded.get(pid, pid)) for pid, rank in ranks.items()
                 if ranks.get(_parent(pid)) != rank}

@@ -8,7 +8,7 @@ the run to stop, and no run starts until it is removed.
 """
 from pathlib import Path
 
-from ddp_setup import end_watch, lock_folder, save_after, start_watch
+from ddp_setup import end_watch, lock_folder, start_watch
 from training.config import dump_yaml
 from training.files import write_text_atomic
 from training.loop import is_finished
@@ -36,7 +36,6 @@ def take_folder(run, ddp, fresh, folders) -> None:
         rename_former(run.work_dir)
     monitoring = run.config.monitoring
     start_watch(ddp, run.work_dir, monitoring.watchdog_minutes, run.config.training.stop_signals)
-    save_after(run.config.training.snapshot_minutes, ddp)
     if ddp.is_main:
         for folder in (run.work_dir, *(run.work_dir / name for name in folders)):
             for unfinished in folder.glob(".*.tmp"):   # of a killed run: the lock shows that

@@ -12,7 +12,7 @@ With several hosts, or --master_addr, rank 0 holds the store. When a rank fails,
 SIGTERM, and SIGKILL if they do not end.
 
 Why not torch's elastic_launch: after a signal it loses the exit codes of the ranks, so that a run
-which could not save would count as stopped in good order; up to torch 2.10 a signal leaves 30
+which could not save would count as stopped in good order; up to torch 2.11 a signal leaves 30
 seconds to save; and it asks the name service for this host at every event.
 """
 import argparse

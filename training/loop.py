@@ -22,11 +22,12 @@ import contextlib
 import functools
 import json
 import math
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from ddp_setup import (all_sum, broadcast, gather, grad_scaler, gradient_sync, optimize_with_ipex,
@@ -118,10 +119,10 @@ class Run:
     lr: float                  # full rate, scaled, as is warmup (steps)
     warmup: int
     meter: StepMeter           # measures time, memory, gradients
-    unread: Any = None         # totals of the last step, on their way to the host (to_host);
-    #                            read_totals reads them a step later, so that nothing waits
+    save_period: float = 0.0   # most seconds from a checkpoint to the next; 0: no limit
+    saved_at: float = field(default_factory=time.monotonic)   # of the last one, or the start
+    unread: Any = None         # OnTheirWay, of the last step
     requests: float = 0.0      # how many ranks ask to stop or to save, as last read
-    save_due: bool = False     # whether to save after this step, see after_step
 
 
 def is_finished(run) -> bool:
@@ -155,12 +156,13 @@ def start_run(kind, config, ddp, former, bare, item_of, *,  # noqa: PLR0913  (pa
     lr, warmup = scale_for_batch(optim.lr, optim.warmup, optim.scale, lr_batch,
                                  optim.base_global_batch)
     if state is not None:
-        check_rate(former, lr, warmup)
-        state = {"seen": {}, **state}   # older checkpoints lack "seen"
-        lr = state["lr"]
-        warmup = state["warmup"]
-        progress = {name: state.get(name, initial) for name, initial in progress.items()}
-        bare.load_state_dict(state["model"])
+        with using_checkpoint(former.path):
+            check_rate(former, lr, warmup)
+            lr = state["lr"]
+            warmup = state["warmup"]
+            # older checkpoints lack "seen"
+            progress = progress_of({"seen": {}, **state}, progress)
+            bare.load_state_dict(state["model"])
     n_iters = training.n_iters or training.num_epochs * steps_per_epoch
     sampler = MicroBatchSampler(item_of, micro_batches, ddp, progress["step"], n_iters)
     bare, optimizer = optimize_with_ipex(bare, make_optimizer(bare, lr, optim, ddp), ddp)
@@ -170,10 +172,39 @@ def start_run(kind, config, ddp, former, bare, item_of, *,  # noqa: PLR0913  (pa
                optimizer=optimizer, scaler=grad_scaler(fields["dtype"], ddp), ema=ema,
                progress=progress, sampler=sampler, n_iters=n_iters,
                steps_per_epoch=steps_per_epoch, micro_batches=micro_batches, lr=lr, warmup=warmup,
-               meter=make_meter(config, ddp, seen), **fields)
+               meter=make_meter(config, ddp, seen), save_period=60 * training.snapshot_minutes,
+               **fields)
     if state is not None:
         load_optimizer(run, state)
     return run
+
+
+@contextlib.contextmanager
+def using_checkpoint(path):
+    """In this block, which uses the content of a checkpoint, an error of any kind gets one sentence
+    that names the file. Raises: ValueError."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (LookupError, TypeError, AttributeError, ArithmeticError, ValueError,
+            RuntimeError) as error:
+        if str(path) in str(error):   # a refusal, which names it already
+            raise
+        raise ValueError(f"{path}: its content cannot be used here ({type(error).__name__}: "
+                         f"{error}); expected what this training script saves. Give an older "
+                         "checkpoint (--resume), or --fresh to start over.") from None
+
+
+def progress_of(state, initial) -> dict:
+    """The entries of Run.progress in the state of a checkpoint; those that it lacks are as in
+    `initial`. Raises: TypeError for one of another type."""
+    progress = {}
+    for name, value in initial.items():
+        progress[name] = state.get(name, value)
+        if value is not None and type(progress[name]) is not type(value):
+            raise TypeError(f"{name} is {progress[name]!r:.60}")
+    return progress
 
 
 def check_rate(former, lr, warmup) -> None:
@@ -190,17 +221,13 @@ def check_rate(former, lr, warmup) -> None:
 
 def load_optimizer(run, state):
     """Continue with optimizer, scaler and averages of a checkpoint. Raises: ValueError."""
-    try:
+    with using_checkpoint(run.continued_from):
         # In float16 the scaler skips steps, perhaps all so far.
         has_stepped = state["step"] > 0 and not state["scaler"]
         load_state(run.optimizer, state["optimizer"], has_stepped)
         run.scaler.load_state_dict(state["scaler"])
         if run.ema is not None:
             run.ema.load_state_dict(state["ema"])
-    except (KeyError, TypeError, AttributeError, IndexError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{run.continued_from}: its optimizer, scaler or averages do not fit this "
-                         f"model ({type(error).__name__}: {error}); expected what this training "
-                         "script saves. Give an older checkpoint (--resume), or --fresh.") from None
 
 
 # ---------------------------------------------------------------- the step
@@ -210,7 +237,7 @@ ADVICE = ("A checkpoint, if there is one, holds the weights from before these st
 
 class Diverged(RuntimeError):
     """The loss has become nan or infinite. The same command would end in the same way again."""
-    expected = True   # read by ddp_setup, which then does not advise to give the command again
+    expected = True   # read by ddp_setup: no bug, so no traceback is printed
 
 
 class MicroBatchSampler(torch.utils.data.Sampler):
@@ -262,14 +289,12 @@ def open_batches(run, dataset, loss_of, ddp):
     static_graph DDP records the graph in it: each of these first backwards exchanges gradients, so
     all ranks must have equally many, and here each has one."""
     training = run.config.training
-    to_pinned = ddp.device.type != "cpu"
-    options = dict(sampler=run.sampler, batch_size=None, generator=torch.Generator())   # not global
-    if training.num_workers == 0:
-        batches = iter(torch.utils.data.DataLoader(dataset, pin_memory=to_pinned, **options))
-    else:
-        options["worker_init_fn"] = functools.partial(
-            worker_init, signals=training.stop_signals)
-        batches = batches_of_workers(dataset, training.num_workers, to_pinned, options)
+    start = functools.partial(start_worker, signals=training.stop_signals)
+    loader = torch.utils.data.DataLoader(
+        dataset, sampler=run.sampler, batch_size=None, num_workers=training.num_workers,
+        worker_init_fn=start, pin_memory=ddp.device.type != "cpu",
+        generator=torch.Generator())   # not the global one
+    batches = iter(loader)
     run.bare.train()
     if ddp.world_size > 1:
         item = run.sampler.item_of(run.progress["step"], run.sampler.mine[0])
@@ -279,50 +304,19 @@ def open_batches(run, dataset, loss_of, ddp):
     return batches
 
 
-def batches_of_workers(dataset, num_workers, to_pinned, options):
-    """Iterator over batches that worker processes make, as a DataLoader gives them.
+def start_worker(worker_id, signals):
+    """What a worker process of a DataLoader does first: ignore these stop signals, and send tensors
+    through its pipe.
 
-    They travel as numpy arrays, through a pipe. Tensors would travel through /dev/shm, which is
-    small in many containers: where it is full a worker prints an error and lives on, and its rank
-    waits for ever.
-
-    Args:
-        to_pinned: whether tensors come in pinned memory. options: further ones of the DataLoader.
-    Raises: RuntimeError if the workers cannot be started."""
-    loader = torch.utils.data.DataLoader(dataset, num_workers=num_workers, collate_fn=to_arrays,
-                                         **options)
-    try:
-        received = iter(loader)
-    except OSError as error:   # locks between processes are small files in /dev/shm
-        raise CannotStartWorkers(
-            f"training.num_workers is {num_workers}, and these processes cannot be started "
-            f"({error.strerror}). Expected some room in /dev/shm, and a limit on processes and "
-            "open files that leaves room for them (df /dev/shm, ulimit -a). Make room, or give "
-            "training.num_workers=0.") from None
-    return map(functools.partial(to_tensors, to_pinned=to_pinned), received)
+    By default they go through /dev/shm, which is small in many containers: where it is full, a
+    worker prints an error and lives on, and its rank waits for ever."""
+    worker_init(worker_id, signals)
+    ForkingPickler.register(torch.Tensor, as_array)
 
 
-class CannotStartWorkers(RuntimeError):
-    """The machine has no room for the worker processes that the config asks for."""
-    expected = True   # read by ddp_setup: the same command would end in the same way again
-
-
-def to_arrays(batch) -> dict:
-    """A batch with a numpy array in place of each tensor, for the way through a pipe."""
-    return {name: value.numpy() if torch.is_tensor(value) else value
-            for name, value in batch.items()}
-
-
-def to_tensors(batch, to_pinned) -> dict:
-    """A batch of to_arrays with its tensors. to_pinned: whether they come in pinned memory."""
-    tensors = {}
-    for name, value in batch.items():
-        if isinstance(value, np.ndarray):
-            value = torch.from_numpy(value)
-            if to_pinned:
-                value = value.pin_memory()
-        tensors[name] = value
-    return tensors
+def as_array(tensor):
+    """(function, arguments) that makes a CPU tensor anew from a numpy array, for a pickle."""
+    return torch.from_numpy, (tensor.numpy(),)
 
 
 class Totals(NamedTuple):
@@ -335,13 +329,18 @@ class Totals(NamedTuple):
     requests: torch.Tensor   # number of ranks that ask all to stop or to save
 
 
-
 N_SCALARS = 4   # number of fields of Totals after `sums`
 
 
 def unpack(packed) -> Totals:
     """Totals whose fields are views of `packed`, a tensor (n + N_SCALARS,)."""
     return Totals(packed, packed[:-N_SCALARS], *packed[-N_SCALARS:].unbind())
+
+
+class OnTheirWay(NamedTuple):
+    """Totals of a step, read a step later, so that the host does not wait for the device."""
+    packed: torch.Tensor     # on the host
+    arrived: Any             # event at the end of the copy; None: they are there
 
 
 def set_learning_rate(run) -> None:
@@ -356,8 +355,8 @@ def fetch(run, batches) -> list[dict]:
     return run.meter.fetch(batches, len(run.sampler.mine), run.progress["step"] + 1)
 
 
-def global_gradient(model, batches, loss_of, ddp, expected_count, scaler=None,
-                    meter=None) -> tuple[Totals, torch.Tensor]:
+def global_gradient(model, batches, loss_of, ddp, expected_count,
+                    run=None) -> tuple[Totals, torch.Tensor]:
     """Leave the gradient of the mean loss over the global batch in .grad on every rank.
 
     The mean is over `count` residues or pairs, which is known only after all micro-batches. So
@@ -370,18 +369,19 @@ def global_gradient(model, batches, loss_of, ddp, expected_count, scaler=None,
         model: the model wrapped in DDP.
         batches: this rank's micro-batches, each with a "seed" for dropout.
         loss_of: function (model, batch) -> (loss sum, sums (n,) to add up, count).
-        scaler: a GradScaler, or None. meter: a StepMeter, or None.
+        run: the Run whose step this is: its scaler and meter are used, and it may ask all ranks to
+            save. None: the gradient alone, as for a warm-up.
     Returns: (Totals, norm of the gradient). If totals.bad is not 0, all gradients are nan.
     """
-    meter = meter or StepMeter(ddp)
+    meter = run.meter if run else StepMeter(ddp)
     own = None   # Totals of this rank
     for k, batch in enumerate(batches):
         torch.manual_seed(batch["seed"])   # dropout depends on the micro-batch, not the rank
         with gradient_sync(model, last=k == len(batches) - 1), meter.passes(model):
             loss, sums, count = loss_of(model, batch)
             scaled = loss / expected_count
-            if scaler is not None:
-                scaled = scaler.scale(scaled)
+            if run:
+                scaled = run.scaler.scale(scaled)
             scaled.backward()
         if own is None:
             own = unpack(torch.zeros(len(sums) + N_SCALARS, dtype=torch.float64, device=ddp.device))
@@ -392,7 +392,7 @@ def global_gradient(model, batches, loss_of, ddp, expected_count, scaler=None,
     norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
     own.bad_loss.copy_(own.bad_loss > 0)
     own.bad.copy_((own.bad_loss > 0) | ~norm.isfinite())
-    own.requests.fill_(stop_wanted(ddp))
+    own.requests.fill_(stop_wanted(ddp) or (run is not None and save_wanted(run, ddp)))
     meter.lap("optimizer")   # time since the last lap: for norm and flags
     totals = unpack(all_sum(own.packed, ddp))
     meter.lap("exchange")
@@ -401,6 +401,13 @@ def global_gradient(model, batches, loss_of, ddp, expected_count, scaler=None,
     factor = torch.where(totals.bad > 0, math.nan, factor).to(gradients[0].dtype)
     torch._foreach_mul_(gradients, factor)
     return totals, norm * factor
+
+
+def save_wanted(run, ddp) -> bool:
+    """Whether rank 0 asks all ranks for a checkpoint, by its clock; False on other ranks."""
+    if not ddp.is_main or not run.save_period:
+        return False
+    return time.monotonic() - run.saved_at >= run.save_period
 
 
 def clip_gradient(run, norm) -> torch.Tensor:
@@ -449,34 +456,32 @@ def take_step(run, batches, loss_of, ddp) -> tuple[Totals, torch.Tensor]:
     Returns: (Totals, norm of the gradient before clipping)."""
     set_learning_rate(run)
     micro_batches = fetch(run, batches)
-    totals, norm = global_gradient(run.model, micro_batches, loss_of, ddp, run.expected_count,
-                                   run.scaler, run.meter)
+    totals, norm = global_gradient(run.model, micro_batches, loss_of, ddp, run.expected_count, run)
     norm = clip_gradient(run, norm)
     step_optimizer(run, totals)
     return totals, norm
 
 
-def after_step(run, ddp, at_once) -> str:
+def after_step(run, ddp, at_once) -> tuple[str, bool]:
     """To be called after each step: count bad steps, compare the weights of all ranks every
-    check_sync_every steps, and return why all ranks stop here, or ''. Raises: see read_totals.
+    check_sync_every steps. Raises: see read_totals.
 
-    run.save_due: whether all ranks shall save after this step, as training.snapshot_minutes have
-        passed on rank 0. Such a request travels like one to stop. If there are requests, the ranks
-        exchange the reasons for a stop; if none has any, the request was to save.
-    at_once: wait for the flags of this step; else those of the step before are used."""
+    at_once: wait for the flags of this step; else those of the step before are used.
+    Returns: (why all ranks stop here, or ""; whether they save here by the clock of rank 0).
+        Requests for both travel together: if there are any, the ranks exchange the reasons for a
+        stop; if none has one, the request was to save."""
     step = run.progress["step"]
     if at_once or ddp.device.type == "cpu":
         read_totals(run)
     reason = stop_reason(ddp, step, run.requests)
-    run.save_due = run.requests > 0 and not reason
-    if reason or run.save_due:
+    save_due = run.requests > 0 and not reason
+    if reason or save_due:
         read_totals(run)   # a checkpoint counts the bad steps up to this one
-    if run.save_due:
-        run.requests = 0.0   # those of this step too, by the save that follows
+    run.requests = 0.0   # answered, those of this step too
     every = run.config.monitoring.check_sync_every
     if every and (step % every == 0 or step == run.n_iters):
         check_in_sync(run.bare, ddp)
-    return reason
+    return reason, save_due
 
 
 def read_totals(run) -> None:
@@ -513,20 +518,22 @@ def read_totals(run) -> None:
                        f"expected at most {max_bad_steps}. These steps were skipped. {ADVICE}")
 
 
-def to_host(packed):
-    """Start copying a tensor to the host. Returns (copy, event at its end; None: it is there).
-
-    The event waits for this step only, not for work that is queued after it."""
+def to_host(packed) -> OnTheirWay:
+    """Start copying totals to the host. The event at the end of the copy waits for this step only,
+    not for work that is queued after it."""
     if packed.device.type == "cpu":
-        return packed, None
+        return OnTheirWay(packed, None)
     copy = torch.empty_like(packed, device="cpu", pin_memory=True)
     arrived = getattr(torch, packed.device.type).Event()
     copy.copy_(packed, non_blocking=True)
     arrived.record()
-    return copy, arrived
+    return OnTheirWay(copy, arrived)
 
 
 # ---------------------------------------------------------------- are all ranks alike?
+MOST_NAMED = 8   # ranks in a message
+
+
 def check_alike(values, ddp) -> None:
     """Refuse values that differ between ranks, such as settings or the hash of a file.
 
@@ -537,7 +544,7 @@ def check_alike(values, ddp) -> None:
     for what, own in values.items():
         if of_rank_0.get(what) != own:
             other.append(f"{what} {json.dumps(own)} (rank 0: {json.dumps(of_rank_0.get(what))})")
-    problem = f"rank {ddp.rank} on {ddp.host} has {'; '.join(other)}" if other else ""
+    problem = f"rank {ddp.rank} on {ddp.host} has {', '.join(other)}" if other else ""
     problem = next(filter(None, gather(problem, ddp)), "")
     if problem:
         raise ValueError(f"{problem}. Expected the same on all ranks. Is a file that every host "
@@ -560,18 +567,15 @@ def check_in_sync(model, ddp) -> None:
     own = torch.stack(checksums)
     differs = (own != broadcast(own.clone(), ddp)).tolist()
     first = names[differs.index(True)] if any(differs) else ""
-    first = next(filter(None, gather(first, ddp)), "")
-    if not first:
+    first_of_ranks = gather(first, ddp)
+    others = [rank for rank, name in enumerate(first_of_ranks) if name]
+    if not others:
         return
-    found = all_sum([float(any(differs) and r == ddp.rank) for r in range(ddp.world_size)], ddp)
-    hosts = ddp.hosts
-    others = [f"{r} on {hosts[r]}" for r, differ in enumerate(found) if differ]
-    who = f"rank {', '.join(others)} differ from rank 0"
-    if len(others) > ddp.world_size / 2 and ddp.world_size > 2:
-        who = f"rank 0 on {hosts[0]} differs from most others"
-    raise RuntimeError(f"the parameters are no longer equal on all ranks: {who}, first in {first}. "
-                       "Expected equal bits. Is a device faulty, or does a rank change weights by "
-                       "itself?")
+    named = ", ".join(f"rank {rank} on {ddp.hosts[rank]}" for rank in others[:MOST_NAMED])
+    raise RuntimeError(f"the parameters are no longer equal on all ranks: {len(others)} of "
+                       f"{ddp.world_size} differ from rank 0 on {ddp.hosts[0]} ({named}), first in "
+                       f"{first_of_ranks[others[0]]}. Expected equal bits. Is a device faulty (if "
+                       "most differ: that of rank 0), or does a rank change weights by itself?")
 
 
 # ---------------------------------------------------------------- the best

@@ -5,7 +5,7 @@ import textwrap
 
 from ddp_setup import print0
 from training.loop import (check_ranks, is_finished, length_of_decay, micro_batches_of,
-                           scale_for_batch)
+                           scale_for_batch, using_checkpoint)
 from training.resume import machine_differences
 
 
@@ -113,7 +113,8 @@ def describe_run(run, state, unit: str, lr_batch: int, ddp) -> list[str]:
         how = f"continuing from step {run.progress['step']:,} of {former}"
     lines.append(f"results: {run.work_dir}, {how}")
     if state is not None:
-        elsewhere = machine_differences(state, ddp)
+        with using_checkpoint(former):
+            elsewhere = machine_differences(state, ddp)
         if elsewhere:
             lines.append(f"  saved elsewhere ({elsewhere}): the run continues, but its losses may "
                          "differ in the last digits")

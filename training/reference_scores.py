@@ -12,7 +12,6 @@ import torch
 
 from ddp_setup import Ddp, broadcast, load_checkpoint, save_checkpoint
 from training.plan import print_lines
-from training.resume import is_dense
 
 WITHOUT_REFERENCE = ("reference_free", "simpo")   # losses that need no reference model
 
@@ -31,7 +30,7 @@ def kept_scores(path: Path, shape: tuple, compute: Callable,
     if ddp.is_main and path.exists():
         try:
             scores = read_scores(path, shape)
-        except (ValueError, KeyError, TypeError, IndexError) as e:
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as e:
             trouble = f"; {path} could not be used ({str(e).splitlines()[0]})"
     if broadcast(scores is not None, ddp):
         if scores is None:
@@ -43,11 +42,9 @@ def kept_scores(path: Path, shape: tuple, compute: Callable,
 
 
 def read_scores(path, shape):
-    """Finite float32 scores of this shape from a file. Raises ValueError, KeyError, TypeError or
-    IndexError."""
+    """Finite float32 scores of this shape from a file. Raises ValueError, KeyError, TypeError,
+    IndexError or AttributeError."""
     scores = load_checkpoint(str(path))["scores"]
-    if not is_dense(scores):
-        raise ValueError("scores are no tensor")
     is_right = scores.dtype == torch.float32 and scores.shape == shape
     if not is_right or not scores.isfinite().all():
         raise ValueError(f"scores are not {shape} finite {torch.float32}")

@@ -1,6 +1,6 @@
 """The checkpoint that a run continues from: finding it, refusing one that does not fit, saving.
 
-    former = start_or_continue(config, ddp, work_dir, resume, fresh, MAY_CHANGE, PER_HOST)
+    former = start_or_continue(config, ddp, work_dir, resume, fresh, PER_HOST)
     check_checkpoint(former, NEEDED, config, MAY_CHANGE, model, anew)   # ValueError: what is wrong
     check_data(former, "proteins", fingerprint, anew)
     micro_batches = count_micro_batches(former, config, ddp)
@@ -12,20 +12,18 @@ and those of the best weights. A start never writes before all checks have passe
 """
 import hashlib
 import os
-import shutil
+import time
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from ddp_setup import broadcast, load_checkpoint, print0, save_after, save_checkpoint
-from training.config import (MOST_STEPS, config_differences, config_items, config_to_dict,
-                             load_config, other_script)
-from training.files import write_whole
+from ddp_setup import broadcast, load_checkpoint, print0, save_checkpoint
+from training.config import config_differences, config_items, config_to_dict, other_script
 from training.folder import MARKS, names_in, refuse_in_use
-from training.log import is_step, rows_up_to
+from training.log import rows_up_to
 from training.loop import (ADVICE, Diverged, check_alike, check_ranks, is_finished,
-                           micro_batches_of)
+                           micro_batches_of, using_checkpoint)
 
 # A resumed run may differ in these keys; scripts add to them.
 # training.micro_batches is compared with the checkpoint's number.
@@ -38,8 +36,6 @@ MAY_ALWAYS_CHANGE = ("training.n_iters", "training.num_epochs", "training.eval_f
                      "monitoring.tensorboard", "monitoring.wandb", "monitoring.timing_every",
                      "monitoring.log_gradients", "monitoring.log_weights", "memory.compile",
                      "memory.max_memory_per_gpu")
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-LARGEST = 1e100         # rates and sums are smaller; math.isfinite fails for a larger integer
 # What every checkpoint to continue from must hold; scripts add to it.
 ALWAYS_NEEDED = ("model", "optimizer", "scaler", "step", "best", "bad_steps", "config",
                  "micro_batches", "lr", "warmup", "data")
@@ -52,11 +48,11 @@ class Former(NamedTuple):
     state: dict | None        # its content
 
 
-def start_or_continue(config, ddp, work_dir, resume, fresh, may_change, per_host) -> Former:
+def start_or_continue(config, ddp, work_dir, resume, fresh, per_host) -> Former:
     """Decide on rank 0 what to continue from; all ranks read the same checkpoint.
 
     Args:
-        work_dir: Path of the run folder. resume, fresh, may_change: see find_checkpoint.
+        work_dir: Path of the run folder. resume, fresh: see find_checkpoint.
         per_host: keys that may differ between ranks.
     Raises: ValueError on every rank, also for a config that is not the same on all."""
     if fresh and resume:
@@ -71,30 +67,18 @@ def start_or_continue(config, ddp, work_dir, resume, fresh, may_change, per_host
     check_alike(config_items(config, per_host), ddp)
     path = None
     if ddp.is_main:
-        path = find_checkpoint(work_dir, resume, fresh, config, may_change)
+        path = find_checkpoint(work_dir, resume, fresh)
     path = broadcast(path, ddp)
     if path is None:
         return Former(None, None)
     state = load_checkpoint(path, ddp)
-    check_fields(ddp.state.checkpoint, state)
-    refuse_other_script(ddp.state.checkpoint, state, config)
-    return Former(ddp.state.checkpoint, state)   # last-1.pt, where last.pt is damaged
-
-
-def check_fields(path, state) -> None:
-    """Refuse the content of a checkpoint in which a field is of the wrong type, or a number that
-    cannot be. Fields that are missing are named by check_checkpoint. Raises: ValueError."""
+    path = ddp.state.checkpoint   # last-1.pt, where last.pt is damaged
     if not isinstance(state, dict):
         raise ValueError(f"{path} holds {type(state).__name__}; expected a checkpoint of this "
                          "training script.")
-    problems = []
-    for name, is_right in FIELDS.items():
-        if name in state and not is_right(state[name]):
-            problems.append(f"{name} is {state[name]!r:.60}")
-    if problems:
-        raise ValueError(f"{path} has values that cannot be: {'; '.join(problems)}; expected what "
-                         "this training script saves. Give an older checkpoint (--resume), or "
-                         "--fresh to start over.")
+    with using_checkpoint(path):
+        refuse_other_script(path, state, config)
+    return Former(path, state)
 
 
 def refuse_other_script(path, state, config) -> None:
@@ -105,108 +89,13 @@ def refuse_other_script(path, state, config) -> None:
                          f"to {other}, or give another --work_dir or --resume here.")
 
 
-def is_positive(value):
-    return type(value) is int and 0 < value <= MOST_STEPS
-
-
-def is_number(value):
-    return type(value) in (int, float) and 0 <= value < LARGEST
-
-
-def is_best(value):
-    return value is None or isinstance(value, dict) and (not value or is_step(value.get("step")))
-
-
-def are_weights(value):
-    """Whether a value is a state_dict of ordinary tensors."""
-    return (isinstance(value, dict) and all(isinstance(name, str) for name in value)
-            and all(map(is_dense, value.values())))
-
-
-def is_dense(value):
-    """Whether a value is an ordinary tensor of real numbers."""
-    return (isinstance(value, torch.Tensor) and value.layout == torch.strided
-            and value.dtype in FLOATS and value.device.type == "cpu")
-
-
-def are_sections(value):
-    return isinstance(value, dict) and all(isinstance(name, str) for name in value)
-
-
-def is_fingerprint(value):
-    return isinstance(value, dict) and is_step(value.get("n")) and isinstance(
-        value.get("hash"), str)
-
-
-def are_averages(value):
-    return (isinstance(value, dict) and isinstance(value.get("shadow_params"), list)
-            and are_weights(dict(zip(map(str, range(len(value["shadow_params"]))),
-                                     value["shadow_params"])))
-            and is_number(value.get("decay")) and is_step(value.get("num_updates")))
-
-
-def is_start(value):
-    """Whether a value tells the initial weights of a run: None, or {"path", "hash"}."""
-    return value is None or isinstance(value, dict) and all(
-        isinstance(value.get(key), str) for key in ("path", "hash"))
-
-
-def are_two_counts(value):
-    return isinstance(value, (list, tuple)) and len(value) == 2 and all(map(is_step, value))
-
-
-def are_numbers(values):
-    return all(type(number) in (int, float) and abs(number) < LARGEST for number in values)
-
-
-def are_totals(value):
-    return isinstance(value, dict) and are_numbers(value.values())
-
-
-def are_two_numbers(value):
-    return isinstance(value, (list, tuple)) and len(value) == 2 and are_numbers(value)
-
-
-def is_list_of_numbers(value):
-    return isinstance(value, (list, tuple)) and are_numbers(value)
-
-
-def is_log_probability(value):
-    """Whether a value is one, or None: not known yet."""
-    return value is None or are_numbers([value])
-
-
-def is_bool(value):
-    return type(value) is bool
-
-
-def is_text(value):
-    return isinstance(value, str)
-
-
-def is_dict(value):
-    return isinstance(value, dict)
-
-
-# A field of a checkpoint -> whether a value can be one.
-FIELDS = {"model": are_weights, "optimizer": is_dict, "scaler": are_totals, "step": is_step,
-          "best": is_best, "bad_steps": are_two_counts, "bad_evals": is_step,
-          "config": are_sections, "micro_batches": is_positive, "lr": is_number,
-          "warmup": is_number, "data": is_fingerprint, "machine": is_dict, "versions": is_dict,
-          "ema": are_averages, "init_from": is_start, "seen": are_totals,
-          "recent": are_two_numbers, "finished": is_text, "world_size": is_positive,
-          "epoch": is_step, "plan": is_text, "base": is_text, "sums": is_list_of_numbers,
-          "start": is_log_probability, "fallen": is_bool, "collapsed": is_bool}
-
-
-def find_checkpoint(run_dir, resume, fresh, config, may_change) -> str | None:
+def find_checkpoint(run_dir, resume, fresh) -> str | None:
     """Find the checkpoint that a start continues from. Writes nothing.
 
     Args:
         run_dir: Path of the run folder; it need not exist.
         resume: path of a checkpoint that the user names, or None.
         fresh: whether the user wants to start over.
-        config: the config now. may_change: keys that may differ from the former run's config.
     Returns: path of the checkpoint as text, or None for a new run.
     Raises: ValueError for a folder that is in use, cannot be written, holds another run, or is no
         run folder."""
@@ -229,23 +118,9 @@ def find_checkpoint(run_dir, resume, fresh, config, may_change) -> str | None:
                          "--work_dir.")
     if (run_dir / "metrics.jsonl").exists() and not fresh:
         rows_up_to(run_dir / "metrics.jsonl", 0)   # refuses a file with broken rows
-    if "config.yaml" in names and not fresh and not saved:
-        _refuse_other_config(run_dir, resume, config, may_change)
     if resume:
         return str(resume)
     return str(last) if saved and not fresh else None
-
-
-def _refuse_other_config(run_dir, resume, config, may_change):
-    """Raise ValueError if a run that came to no checkpoint had another config."""
-    former = load_config(type(config), run_dir / "config.yaml")
-    differences = config_differences(former, config, may_change)
-    if differences:
-        lines = "\n    ".join(differences)
-        or_fresh = "." if resume else ", or --fresh to start over."
-        raise ValueError(f"{run_dir} holds a run with another config, which came to no "
-                         f"checkpoint:\n    {lines}\n  Expected the same config. Give another "
-                         f"--work_dir{or_fresh}")
 
 
 def check_checkpoint(former, needed, config, may_change, model, anew) -> None:
@@ -261,27 +136,35 @@ def check_checkpoint(former, needed, config, may_change, model, anew) -> None:
     path, state = former
     if state is None:
         return
-    absent = [key for key in needed if not isinstance(state, dict) or key not in state]
+    absent = [key for key in needed if key not in state]
     if absent:
         raise ValueError(f"{path} has no {', '.join(absent)}; expected a checkpoint of this "
                          "training script.")
-    differences = config_differences(state["config"], config, may_change)
-    if differences:
-        lines = "\n    ".join(differences)
-        same_model = not any(line.startswith(("model.", "graph.")) for line in differences)
-        raise ValueError(f"{path} was trained with another config:\n    {lines}\n  Expected the "
-                         "same. Give another --work_dir, or --fresh to start over."
-                         f"{further_training(anew) if same_model else ''} (Keys that may "
-                         "differ: MAY_CHANGE in the training script.)")
+    with using_checkpoint(path):
+        differences = config_differences(state["config"], config, may_change)
+        if differences:
+            lines = "\n    ".join(differences)
+            same_model = not any(line.startswith(("model.", "graph.")) for line in differences)
+            raise ValueError(f"{path} was trained with another config:\n    {lines}\n  Expected "
+                             "the same. Give another --work_dir, or --fresh to start over."
+                             f"{further_training(anew) if same_model else ''} (Keys that may "
+                             "differ: MAY_CHANGE in the training script.)")
+        check_weights(path, state["model"], model)
+
+
+def check_weights(path, weights, model) -> None:
+    """Refuse weights of other shapes than a model has, or with nan or infinity. Raises: ValueError.
+
+    weights: {name: tensor}, of the checkpoint at `path`."""
     expected = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
-    found = {name: tuple(weight.shape) for name, weight in state["model"].items()}
+    found = {name: tuple(weight.shape) for name, weight in weights.items()}
     wrong = [name for name in expected | found if expected.get(name) != found.get(name)]
     if wrong:
         raise ValueError(f"{path} holds another model: {len(wrong)} tensors differ, first "
                          f"{wrong[0]}: {found.get(wrong[0], 'absent')} in the file, "
                          f"{expected.get(wrong[0], 'absent')} by the config. Give a checkpoint of "
                          "this model, another --work_dir, or --fresh.")
-    spoilt = [name for name, weight in state["model"].items() if not weight.isfinite().all()]
+    spoilt = [name for name, weight in weights.items() if not weight.isfinite().all()]
     if spoilt:
         raise ValueError(f"{path}: {len(spoilt)} tensors of the model hold nan or infinite "
                          f"numbers, first {spoilt[0]}; expected finite weights. Give an older "
@@ -294,7 +177,9 @@ def check_data(former, things, fingerprint, anew) -> None:
     former, anew: see check_checkpoint. things: a word for messages, such as proteins. fingerprint:
     of the data now, {"n", "hash"}. Raises: ValueError."""
     path, state = former
-    if state is not None and state["data"] != fingerprint:
+    if state is None or state["data"] == fingerprint:
+        return
+    with using_checkpoint(path):
         raise ValueError(f"{path} was trained on other {things}, or in another order "
                          f"({state['data']['n']:,}, hash {state['data']['hash']}; now "
                          f"{fingerprint['n']:,}, {fingerprint['hash']}). Give the same data, "
@@ -324,7 +209,8 @@ def count_micro_batches(former, config, ddp) -> int:
     if asked not in (None, micro_batches):
         raise ValueError(f"{source}, and training.micro_batches is {asked}; expected the same. "
                          "Leave training.micro_batches out to continue this run.")
-    check_ranks(ddp.world_size, micro_batches, source, advice)
+    with using_checkpoint(path):
+        check_ranks(ddp.world_size, micro_batches, source, advice)
     return micro_batches
 
 
@@ -359,35 +245,16 @@ def machine_differences(state, ddp) -> str:
     return ", ".join(differences)
 
 
-def bring_best(run, ddp, name) -> None:
-    """If --resume continues a run in another folder, copy that run's best weights (file `name`).
-
-    If there are none, the next evaluation counts as the best so far."""
-    best = run.progress["best"]
-    if is_finished(run) or not best:
+def begin_best_anew(run, ddp, name) -> None:
+    """Look for the best weights from here on if their file, `name`, is not in the run folder, as
+    after --resume of a checkpoint of another folder."""
+    if is_finished(run) or not run.progress["best"]:
         return
-    found = ddp.is_main and copy_best(run.work_dir, name, run.continued_from, best)
-    if not broadcast(found, ddp):
+    folder = Path(run.continued_from).absolute().parent.parent
+    has_best = ddp.is_main and folder.samefile(run.work_dir) and (run.work_dir / name).exists()
+    if not broadcast(has_best, ddp):
         run.progress["best"] = None
-        print0(ddp, f"{name} of the run so far was not found: the best is looked for from here on")
-
-
-def copy_best(folder, name, path, best) -> bool:
-    """Copy file `name` from the run folder of checkpoint `path`, if its step is that of `best`.
-
-    Returns: whether `folder`, which may be the same, has the file now."""
-    target = folder / name
-    source = Path(path).absolute().parent.parent / name
-    if os.path.realpath(target) == os.path.realpath(source):
-        return target.exists()
-    try:
-        if not source.is_file() or load_checkpoint(str(source))["step"] != best["step"]:
-            return False
-    except (OSError, ValueError, KeyError, TypeError):   # not a file of save_checkpoint
-        return False
-    with open(source, "rb") as opened:
-        write_whole(target, lambda file: shutil.copyfileobj(opened, file))
-    return True
+        print0(ddp, f"{name} of the run so far is not here: the best is looked for from here on")
 
 
 # ---------------------------------------------------------------- saving
@@ -403,7 +270,7 @@ def save_run(run, log, ddp, name, keep_last=1, resumes=True, **more) -> None:
                     epoch=progress["step"] // run.steps_per_epoch, micro_batches=run.micro_batches,
                     lr=run.lr, warmup=run.warmup, data=run.fingerprint,
                     machine=describe_machine(ddp), **progress, **more)
-    save_after(run.config.training.snapshot_minutes, ddp)
+    run.saved_at = time.monotonic()
 
 
 def before_saving(run, log, ddp) -> None:

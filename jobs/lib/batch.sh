@@ -1,9 +1,13 @@
 # shellcheck shell=bash
-# shellcheck disable=SC2154,SC2120    # read here what the job scripts set, such as `launch`, `ends`
+# shellcheck disable=SC2120,SC2153,SC2154    # read here what the job scripts set, such as `launch`
 # What the job scripts share whatever the batch system. jobs/lib/pbs.sh and jobs/lib/slurm.sh source
 # this file, and for its checks torchrun_multinode.sh. It reads their settings (SCRIPT, CONFIG, ARGS,
-# ...), `job_number`, and two arrays: `launch` starts one process per rank, `training` is what each
-# of these runs.
+# ...), `job_number`, and three arrays: `hosts`, `training`, what each rank runs, and `launch`, which
+# starts a process per rank on the hosts, and is set by prepare_start and set_launch of theirs.
+FAILURES=' 1 3 70 killed '    # outcomes after which a job starts the run again
+RESTART=300     # seconds before the run has to save, in which it does not
+retry=0         # how often it has done so
+left_out=()     # hosts that it has taken out of `hosts`
 
 finish() {   # finish CODE: end the job script
   # A login shell now runs the user's ~/.bash_logout, which may fail under these options.
@@ -39,16 +43,13 @@ refuse_options() {   # refuse_options NAMES WORD...: none of the options NAMES (
   fi
 }
 
-note_settings() {   # note_settings NAME...: sets `given` and `given_names`, of those settings that
-  # came from the environment. A script's own default is not exported. So call this before a script
-  # exports one of them.
+note_settings() {   # note_settings NAME...: sets `given`, those settings that came from the
+  # environment. A script's own default is not exported. So call this before a script exports one.
   local name
   given=''
-  given_names=''
   for name in "$@"; do
     if [[ $(declare -p "$name" 2> /dev/null) == "declare -x"* ]]; then
       given+=" $name=$(printf '%q' "${!name}")"
-      given_names+=" $name"
     fi
   done
 }
@@ -73,6 +74,12 @@ use_venv() {
   esac
 }
 
+check_torch() {   # a module that was not found may load nothing, and end with 0
+  if ! "${python[@]}" -c 'import sys, importlib.util as i; sys.exit(not i.find_spec("torch"))'; then
+    fail "PYTHON=$PYTHON does not run here, or has no torch. Correct the modules, VENV or PYTHON."
+  fi
+}
+
 show_launch() {   # show_launch NAMES: for DRY_RUN, the launch line and variables that begin so
   printf '%q ' "${launch[@]}" "${training[@]}"
   echo
@@ -94,48 +101,64 @@ watch_for_sigterm() {   # sets `cancelled` when SIGTERM comes before `ends`, a U
   trap 'if [ "$(date +%s)" -lt "$ends" ]; then cancelled=yes; fi' TERM
 }
 
-run_preflight() {   # check the machine, unless PREFLIGHT is empty; end the job if that fails
-  local checks code=0 before
+train() {   # start the run; if a rank or the pre-flight failed, again in this job, without the hosts
+  # at fault. Sets `code`, the job's exit code, `outcome`, how the last start ended, and `saved`, yes
+  # if a checkpoint was written.
+  local last=$RUN_DIR/checkpoints/last.pt last_before log_before why
+  last_before=$(written "$last")
+  while true; do
+    log_before=$(wc -l < "$log")
+    prepare_start
+    set_launch
+    run_preflight
+    if [ -z "$outcome" ]; then run_training; fi
+    find_bad_hosts "$log_before"
+    why=$(why_no_restart)
+    if [ -n "$why" ]; then break; fi
+    retry=$((retry + 1))
+    if [ "${#good[@]}" -gt 0 ]; then     # else a rank has failed on the only host
+      hosts=("${good[@]}")
+      left_out+=(${bad[@]+"${bad[@]}"})
+    fi
+    echo "$(date) starting again ($retry of $RETRIES) on ${hosts[*]}, without ${left_out[*]:-any}"
+  done
+  if [ "$outcome" = 3 ]; then left_out+=(${bad[@]+"${bad[@]}"}); fi
+  saved=''
+  if [ "$(written "$last")" != "$last_before" ]; then saved=yes; fi
+  if [[ $FAILURES == *" $outcome "* ]]; then echo "not started again in this job: $why"; fi
+}
+
+run_preflight() {   # check the machine, unless PREFLIGHT is empty. Sets `code`, and `outcome`: empty
+  # if the run can start
+  local checks
+  code=0
+  outcome=''
   read -r -a checks <<< "$PREFLIGHT"
   if [ "${#checks[@]}" = 0 ]; then
     return
   fi
-  before=$(wc -l < "$log")
   "${launch[@]}" test_aurora_ddp.py "${checks[@]}" --work_dir "$RUN_DIR" || code=$?
-  if [ -n "$cancelled" ]; then
-    echo "cancelled during the pre-flight: nothing was trained"
-    finish 143
-  fi
-  case $code in
-    0) return ;;
-    2) finish 2 ;;     # its arguments were refused
-    138 | 140)         # 128 + SIGUSR1 or SIGUSR2, by which Slurm tells that the time is nearly over
-      echo "stopped by signal $((code - 128)) during the pre-flight: nothing was trained"
-      finish 75 ;;
+  echo "$(date) the pre-flight ended with $code; cancelled: ${cancelled:-no}"
+  case ${cancelled:-no},$code in
+    no,0) return ;;
+    no,2) ;;                            # its arguments were refused
+    no,138 | no,140) code=75 ;;         # SIGUSR1 or 2: Slurm tells that the time is nearly over
+    no,*) code=3 ;;
+    *) code=143 ;;
   esac
-  # Its last line, if single hosts are to blame: `suspect hosts: n1,n2`
-  after_bad_preflight "$(tail -n "+$((before + 1))" "$log" | sed -n 's/^suspect hosts: //p')"
-  finish 3
+  outcome=$code
 }
 
-written() {   # written FILE: print what changes with each write of it
-  stat -c '%i %y' "$1" 2> /dev/null || echo never
-}
-
-run_training() {   # sets `code`, the job's exit code; `outcome`, how the run ended; `saved`, yes
-  # if it wrote a checkpoint
-  local status=$RUN_DIR/status.json last=$RUN_DIR/checkpoints/last.pt
-  local status_before last_before outcome_before
+run_training() {   # sets `code`, and `outcome`: the same, or `killed`
+  local status=$RUN_DIR/status.json status_before
   status_before=$(written "$status")
-  last_before=$(written "$last")
-  outcome_before=$(grep -s '^{"code": [0-9]' "$status") || :   # a refused start writes it back
-
   code=0
   "${launch[@]}" "${training[@]}" || code=$?
 
+  # status.json says more than the launcher's code: PALS ends with 143 after any failure, MPICH with
+  # 9 after a SIGKILL. A start that was refused has not written it.
   outcome=$code
-  # status.json says more than the launcher's code, if it is of this start.
-  if [ "$(written "$status")" != "$status_before" ] && [ "$(cat "$status")" != "$outcome_before" ]; then
+  if [ "$(written "$status")" != "$status_before" ]; then
     if [[ $(cat "$status") =~ ^\{\"code\":\ *([0-9]+), ]]; then
       code=${BASH_REMATCH[1]}
       outcome=$code
@@ -144,15 +167,47 @@ run_training() {   # sets `code`, the job's exit code; `outcome`, how the run en
       if [ "$code" = 0 ]; then code=1; fi
     fi
   fi
-  saved=''
-  if [ "$(written "$last")" != "$last_before" ]; then saved=yes; fi
   echo "$(date) ended: exit code $code ($outcome); cancelled: ${cancelled:-no}"
+}
+
+find_bad_hosts() {   # find_bad_hosts LINE: sets `bad`, the hosts that the log names behind this line
+  # by `suspect hosts: n1,n2` or `FAILED: rank 1 of 4 on n1: ...`, and `good`, the other hosts
+  local named host
+  named=$(tail -n "+$(($1 + 1))" "$log" | sed -n -e 's/^suspect hosts: //p' \
+    -e 's/^FAILED: rank [0-9]* of [0-9]* on \([^:]*\):.*/\1/p' | tail -n 1)
+  bad=()
+  good=()
+  for host in "${hosts[@]}"; do        # with and without a domain
+    if [[ ",$named," == *",${host%%.*}"[,.]* ]]; then bad+=("$host"); else good+=("$host"); fi
+  done
+}
+
+written() {   # written FILE: print what changes with each write of it
+  stat -c '%i %y' "$1" 2> /dev/null || echo never
 }
 
 count_jobs() {   # count_jobs NUMBER: sets `job_number`, which this job has among those of its chain
   job_number=$1
   check_number job_number 1
   echo "this is job $job_number of at most $MAX_JOBS"
+}
+
+why_no_restart() {   # print why this job does not start the run again; nothing if it does
+  if [ -n "$cancelled" ]; then
+    echo "the job was cancelled"
+  elif [ -e "$RUN_DIR/STOP" ]; then
+    echo "there is a file $RUN_DIR/STOP"
+  elif [[ $FAILURES != *" $outcome "* ]]; then
+    echo "it ended with $outcome"
+  elif [ "$outcome" = 3 ] && [ "${#bad[@]}" = 0 ]; then
+    echo "the pre-flight suspects no single host"
+  elif [ "$outcome" = 3 ] && [ "${#good[@]}" = 0 ]; then
+    echo "the pre-flight suspects all hosts"
+  elif [ "$retry" -ge "$RETRIES" ]; then
+    echo "RETRIES is $RETRIES"
+  elif [ "$(date +%s)" -gt $((ends - SAVE_SECONDS - RESTART)) ]; then
+    echo "the time of the job is nearly over"
+  fi
 }
 
 why_no_next_start() {   # print why the run is not to be continued; nothing if it is
@@ -162,10 +217,14 @@ why_no_next_start() {   # print why the run is not to be continued; nothing if i
     echo "there is a file $RUN_DIR/STOP"
   elif [ "$outcome" = 0 ]; then
     echo "the training is finished"
-  elif [[ " $AGAIN_ON " != *" $outcome "* ]]; then
+  elif [ "$outcome" = 3 ] && [ "${#left_out[@]}" = 0 ]; then
+    echo "the pre-flight failed, and suspects no single host"
+  elif [ "$outcome" = 3 ] && [ "$can_exclude" != 1 ]; then
+    echo "the pre-flight suspects ${left_out[*]}"
+  elif [ "$outcome" != 3 ] && [[ " $AGAIN_ON " != *" $outcome "* ]]; then
     echo "the run ended with $outcome, and AGAIN_ON is '$AGAIN_ON'"
-  elif [ -z "$saved" ]; then
-    echo "this start wrote no new checkpoint"
+  elif [ "$outcome" != 3 ] && [ -z "$saved" ]; then
+    echo "no start in this job wrote a new checkpoint"
   else
     why_no_more_jobs
   fi

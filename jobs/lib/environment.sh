@@ -9,57 +9,41 @@ fail() {   # fail MESSAGE: end with code 2, which asks for a correction
 }
 
 locked() {   # locked FUNCTION WORD...: call it while no other call works on .venv
-  if [ -L .venv ]; then
-    fail "$PWD/.venv is a link, to an environment not made here. Remove the link."
-  fi
-  if [ -e .venv ] && [ ! -e .venv/stamp ] && [ ! -e .venv.lock ]; then
-    fail "$PWD/.venv was not made by this script. Move it away, or use it without this script."
-  fi
   ( # a subshell, so that the training started later does not hold the lock
     if command -v flock > /dev/null && ! flock -n 9; then
       echo "another call is working on .venv; waiting for it"
-      flock 9 || echo "no file locks on this file system: give such calls one after the other"
+      flock 9
     fi
     "$@"
   ) 9> .venv.lock
 }
 
-make_env() {   # make .venv, or bring it up to date
-  # .venv/stamp is written last. If its first line differs, .venv is made anew: MPI wheels overwrite
-  # each other, and an environment cannot be moved. If its second differs, pip runs again.
-  local python version kind list
-  python=$(choose_python)
-  version=$("$python" -c 'import sys
-print("%d.%d" % sys.version_info[:2])
-sys.exit(sys.version_info < (3, 10))') ||
-    fail "cannot run '$python'${version:+, Python $version}. Install Python 3.10 or newer, or
-  name one: PYTHON=python3.11 bash $0"
-  kind="Python $version, ${MPI_WHEEL:-no MPI wheel}, in $PWD"
-  list=$(cksum < requirements.txt)
-  if ! env_runs || ! grep -qsxF "$kind" .venv/stamp; then
-    echo "making .venv ($kind)"
+make_env() {   # make .venv with what requirements.txt lists, unless it is there
+  # .venv/stamp has a line for each thing that is complete. The first one is that of .venv itself,
+  # which cannot be moved, and can hold only one MPI: if it differs, .venv is made anew.
+  local python=${PYTHON:-python3} kind="made in $PWD with ${MPI_WHEEL:-no MPI wheel}"
+  if [ -L .venv ] || { [ -e .venv ] && [ ! -e .venv/stamp ]; }; then
+    fail "$PWD/.venv was not made by this script, or not to its end. Remove it, or move it away."
+  fi
+  if [ "$(head -n 1 .venv/stamp 2> /dev/null)" != "$kind" ] ||
+    ! .venv/bin/python -c '' 2> /dev/null; then
+    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+      fail "'$python' does not run, or is older than Python 3.10. Name another one:
+  PYTHON=python3.11 bash $0"
+    echo "making .venv"
     "$python" -m venv --clear .venv ||
-      fail "'$python -m venv' failed, see above. On Debian and Ubuntu: apt-get install
-  python$version-venv. Or name another interpreter: PYTHON=python3.11 bash $0"
-  elif [ "$(cat .venv/stamp)" = "$kind"$'\n'"$list" ]; then
-    return
+      fail "'$python -m venv' failed, see above. On Debian and Ubuntu: apt-get install python3-venv"
+    echo "$kind" > .venv/stamp
   fi
-  rm -f .venv/stamp
-  echo "installing requirements.txt and ${MPI_WHEEL:-no MPI} into .venv (at first minutes)"
-  install .venv/bin/python -r requirements.txt ${MPI_WHEEL:+"$MPI_WHEEL"}
-  printf '%s\n' "$kind" "$list" > .venv/stamp
+  once "requirements.txt ($(cksum < requirements.txt)), ${MPI_WHEEL:-no MPI wheel}" \
+    install .venv/bin/python -r requirements.txt ${MPI_WHEEL:+"$MPI_WHEEL"}
 }
 
-choose_python() {   # print the interpreter: PYTHON, or the one that .venv was made from, or python3
-  if [ -z "${PYTHON:-}" ] && [ -e .venv/stamp ] && env_runs; then
-    .venv/bin/python -c 'import os, sys; print(os.path.realpath(sys.executable))'
-  else
-    echo "${PYTHON:-python3}"
-  fi
-}
-
-env_runs() {   # does .venv hold an interpreter that starts?
-  .venv/bin/python -c '' 2> /dev/null
+once() {   # once WHAT COMMAND...: run the command, unless .venv/stamp has the line WHAT; add it then
+  if grep -qsxF -- "$1" .venv/stamp; then return; fi
+  echo "installing $1"
+  "${@:2}"
+  echo "$1" >> .venv/stamp
 }
 
 install() {   # install PYTHON [pip arguments]

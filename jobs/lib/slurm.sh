@@ -1,34 +1,39 @@
 # shellcheck shell=bash
 # shellcheck disable=SC2154    # read here what jobs/slurm.sh sets, such as `launch`
 # The inner part of jobs/slurm.sh: the job's size, its deadline, the next start. It sources this file
-# from the folder it was submitted in, calls prepare_job, sets `launch`, and calls run_job.
+# from the folder it was submitted in, calls prepare_job, defines set_launch, which sets `launch`, and
+# calls run_job.
 source jobs/lib/batch.sh
 
-prepare_job() {   # prepare_job WORD...: sets `nodes`, `cores` (of a rank), `python`, `training` (with
+prepare_job() {   # prepare_job WORD...: sets `hosts`, `cores` (of a rank), `python`, `training` (with
   # these words behind it), and the ranks' environment
   note_settings SCRIPT CONFIG ARGS RUN_DIR VENV PYTHON NPROC PREFLIGHT SAVE_SECONDS REQUEUE \
-    MAX_JOBS AGAIN_ON EXCLUDE OMP_NUM_THREADS WANDB_MODE
+    RETRIES MAX_JOBS AGAIN_ON EXCLUDE OMP_NUM_THREADS WANDB_MODE
   if [ -z "${SLURM_JOB_ID:-}" ]; then   # DRY_RUN: what Slurm would read from the script's lines
     SLURM_CPUS_PER_TASK=$(asked cpus-per-task) || :
     SLURM_NTASKS_PER_NODE=$(asked ntasks-per-node) || :
   fi
   cores=${SLURM_CPUS_PER_TASK:-1}
-  nodes=${SLURM_JOB_NUM_NODES:-${DRY_RUN:-}}
   NPROC=${NPROC:-${SLURM_NTASKS_PER_NODE:-4}}
   check_files
   check_number NPROC 1
   check_number SAVE_SECONDS 0
   check_number MAX_JOBS 1
-  if [ -n "${DRY_RUN:-}" ]; then check_number DRY_RUN 1; fi
+  check_number RETRIES 0
   refuse_options 'config|work_dir|output_dir|fresh|resume' "$ARGS" "$@"
   use_venv
   split_python
   split_arguments "$@"
   training=("$SCRIPT" --config "$CONFIG" --work_dir "$RUN_DIR" ${arguments[@]+"${arguments[@]}"})
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$cores} WANDB_MODE
-  export DDP_WORLD_SIZE=$((nodes * NPROC))
-  if [ -z "${DRY_RUN:-}" ]; then
+  if [ -n "${DRY_RUN:-}" ]; then
+    check_number DRY_RUN 1
+    read -r -d '' -a hosts < <(seq -f host%g "$DRY_RUN") || :
+  else
+    read -r -d '' -a hosts <<< "$(scontrol show hostnames "$SLURM_JOB_NODELIST")" || :
+    if [ "${#hosts[@]}" = 0 ]; then fail "scontrol names no hosts of $SLURM_JOB_NODELIST."; fi
     open_log "$SLURM_JOB_ID"
+    check_torch
     echo "$(date) job $SLURM_JOB_ID on $SLURM_JOB_NODELIST"
     count_jobs $((${SLURM_RESTART_COUNT:-0} + 1))
     set_deadline
@@ -58,20 +63,36 @@ set_deadline() {   # sets DDP_DEADLINE, when the run saves and stops, `ends`, th
   fi
 }
 
+prepare_start() {   # before each start: sets `on_hosts`, the options of srun, and the number of ranks
+  on_hosts=(--nodes="${#hosts[@]}")
+  if [ "${#left_out[@]}" -gt 0 ]; then
+    on_hosts+=(--exclude="$(joined "${left_out[@]}")")
+  fi
+  export DDP_WORLD_SIZE=$((${#hosts[@]} * NPROC))
+}
+
+joined() {   # joined WORD...: print them with commas between
+  local IFS=,
+  echo "$*"
+}
+
 run_job() {   # the job, from the pre-flight to its end or next start
   if [ -n "${DRY_RUN:-}" ]; then
+    prepare_start
+    set_launch
     show_launch 'DDP|NCCL|OMP|WANDB'
     finish 0
   fi
   watch_for_sigterm
-  run_preflight
-  run_training
-  requeue_unless "$(why_no_next_start)"
+  train
+  requeue
   finish "$code"
 }
 
-requeue_unless() {   # requeue_unless WHY [HOSTS]: start this job again, without these hosts
-  local why=$1 hosts=${2:-} excluded
+requeue() {   # start this job again, if steps are left and it got further; with EXCLUDE without the hosts
+  # that it has left out
+  local why can_exclude=$EXCLUDE excluded
+  why=$(why_no_next_start)
   if [ "$REQUEUE" != 1 ]; then why="REQUEUE is $REQUEUE"; fi
   if [ -n "$why" ]; then
     echo "not requeued: $why"
@@ -82,18 +103,8 @@ requeue_unless() {   # requeue_unless WHY [HOSTS]: start this job again, without
   trap '' TERM         # which Slurm sends to this script then, and KillWait later SIGKILL
   if ! scontrol requeue "$job"; then
     echo "Slurm did not requeue it: give the same sbatch again"
-  elif [ -n "$hosts" ]; then     # only a job that waits can be changed
-    scontrol update "JobId=$job" "ExcNodeList=${excluded:+$excluded,}$hosts"
-  fi
-}
-
-after_bad_preflight() {   # after_bad_preflight SUSPECTS: with EXCLUDE, start again without them
-  if [ "$EXCLUDE" != 1 ]; then
-    echo "not requeued: the pre-flight failed, and EXCLUDE is $EXCLUDE"
-  elif [ -z "$1" ]; then
-    echo "not requeued: the pre-flight suspects no single host"
-  else
-    echo "the next start leaves out $1"
-    requeue_unless "$(why_no_more_jobs)" "$1"
+  elif [ "$EXCLUDE" = 1 ] && [ "${#left_out[@]}" -gt 0 ]; then    # only now: it has to wait
+    scontrol update "JobId=$job" \
+      "ExcNodeList=${excluded:+$excluded,}$(joined "${left_out[@]}")"
   fi
 }

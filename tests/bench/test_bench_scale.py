@@ -4,7 +4,6 @@ import importlib.util
 import json
 import math
 import shutil
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,7 +12,8 @@ import torch
 
 from bench import scale as bench_scale
 from bench.scale import count_messages, measure_noise
-from bench.scale_report import Link, expected_maximum, fit_link, merge, noise_scale, predict_step
+from bench.scale_report import (Link, expected_maximum, fit_link, merge, noise_scale, predict_step,
+                                print_all_reduces)
 from ddp_setup import Ddp
 from launchers import ROOT, fork_ranks
 
@@ -75,20 +75,29 @@ def test_a_report_of_the_file_alone_draws_its_table(measured, extras, tmp_path, 
     assert json.loads((tmp_path / "scale.json").read_text())["table"] == found["table"]
 
 
-def test_a_file_that_another_job_damaged_meanwhile_is_left_and_another_written(
-        measured, tmp_path, monkeypatch):
-    launch = measured[1]["launches"][1]
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.parametrize("text", ["[", "[]", '{"loss": 2.8}'])
+def test_a_file_of_something_else_is_refused_and_left(text, tmp_path, capsys):
+    (tmp_path / "other.json").write_text(text)
+    with pytest.raises(SystemExit) as ended:
+        bench_scale.main(["--json", str(tmp_path / "other.json"), "--ranks=1"])
+    assert ended.value.code == 2 and "other.json is no file that" in capsys.readouterr().err
+    assert (tmp_path / "other.json").read_text() == text
 
-    def damage(*_):
-        Path("bad.json").write_text("[")
-        return launch
 
-    monkeypatch.setattr(bench_scale, "measure", damage)
-    args = SimpleNamespace(measure=True, device="cpu", backend="auto", json="bad.json")
-    bench_scale.measure_here(args, None)
-    assert bench_scale.read_launches(args.json) == [launch]
-    assert Path("bad.json").read_text() == "["
+def test_all_reduces_are_timed_in_every_size(measured):
+    _, found = measured
+    two, one = found["launches"]
+    assert one["all_reduces"] == []
+    assert [size for size, _ in two["all_reduces"]] == bench_scale.ALL_REDUCE_BYTES
+    assert all(seconds > 0 for _, seconds in two["all_reduces"])
+
+
+def test_the_bus_bandwidth_is_what_a_ring_sends_over_each_link(capsys):
+    """Of 4 ranks each sends 2 x 3/4 of the bytes: of 32 MiB, 50,331,648 bytes; here in 0.1 s."""
+    size = 2**25
+    repeats = [[size, 0.1], [size, 3.0], [size, 0.05]]
+    print_all_reduces({"ranks": 4, "backend": "gloo", "all_reduces": repeats})
+    assert capsys.readouterr().out.splitlines()[-1].split() == ["32,768", "100,000", "0.5033"]
 
 
 def test_a_step_is_predicted_as_a_ring_passes_it_on_and_the_slowest_rank_ends_it():

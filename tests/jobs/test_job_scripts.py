@@ -24,7 +24,6 @@ import launchers
 from ddp_setup import load_checkpoint
 from launchers import (ROOT, Running, await_that, clean_environment, copy_code, fork_ranks,
                        host_words, need)
-from training.watch import read_status
 from training_runs import same_run
 
 JOBS = ROOT / "jobs"
@@ -42,6 +41,9 @@ monitoring: {{n_samples: 1, sample_steps: 2}}
 # train_sedd_ddp.py, whose steps take half a second while there is a file `slow`, so that what comes
 # from outside meets a run.
 DRIVER = """
+if __name__ == "__main__":
+    import ddp_guard
+    ddp_guard.supervise()
 import os, sys, time
 import train_sedd_ddp
 from training import log as run_log
@@ -88,6 +90,10 @@ def check_finished(run_dir, reference):
     assert steps_saved(run_dir) == STEPS and read_status(run_dir)["code"] == 0
 
 
+def read_status(run_dir):
+    return json.loads((run_dir / "status.json").read_text())
+
+
 def steps_saved(run_dir):
     path = run_dir / "checkpoints" / "last.pt"
     return load_checkpoint(str(path))["step"] if path.exists() else 0
@@ -114,6 +120,15 @@ def await_step(folder, step, alive):
         assert there or alive(), f"the job ended before step {step}:\n{logs(folder)}"
         return there
     await_that(seen, 400, lambda: f"step {step}\n{logs(folder)}")
+
+
+def rank_process(job, place):
+    """The process, not the guard, of the rank that has `place` in its environment."""
+    found = [pid for pid in job.pids()
+             if place in launchers.environment_of(pid)
+             and any(entry.startswith("DDP_GUARD_FD=") for entry in launchers.environment_of(pid))]
+    assert len(found) == 1, found
+    return found[0]
 
 
 def bash(folder, *words, **env):
@@ -174,7 +189,8 @@ def test_under_slurm_the_run_stops_so_long_before_the_end_of_the_job(save_second
 # ---------------------------------------------------------------- decisions, no ranks
 # In place of mpiexec and srun. A line of `outcomes` per call: what status.json says (-: none), the
 # exit code, and perhaps `old` (no new checkpoint), `cancel` (SIGTERM to the job), `late` (the same
-# once its time is over) or `suspect` (of a pre-flight, which names hostA).
+# once its time is over), `suspect` (of a pre-flight, which names hostA) or `dies:HOST` (as the
+# guard of a rank says it).
 FAKE_LAUNCHER = """#!/bin/bash
 echo "$DDP_WORLD_SIZE $*" >> "$SITE/launched"
 echo "${DDP_DEADLINE:-}" > "$SITE/deadline"
@@ -189,6 +205,9 @@ mkdir -p "$run/checkpoints"
 said="{\\"code\\": $status, \\"reason\\": \\"x\\", \\"step\\": 1}"
 if [ "$status" != - ]; then echo "$said" > "$run/status.json"; fi
 if [ "$more" = suspect ]; then echo "suspect hosts: hostA"; fi
+if [[ $more = dies:* ]]; then
+  echo "FAILED: rank 1 of 4 on ${more#dies:}: died (SIGKILL: out of memory?). Last checkpoint: any"
+fi
 if [ "$more" != old ]; then echo "$RANDOM" > "$run/checkpoints/last.pt"; fi
 if [ "$more" = late ]; then
   until [ "$(date +%s)" -gt "$((DDP_DEADLINE + 1))" ]; do sleep 0.1; done
@@ -228,18 +247,23 @@ class Site:
     def __init__(self, folder, project, hosts):
         self.folder = folder
         self.project = project
+        self.hosts = hosts
         self.attributes = ATTRIBUTES
         for name in ("bin", "home", "spool"):
             (folder / name).mkdir(parents=True)
         self.profile("")
         self.submitted = "-A AnyProject -l select=2:system=any,software=one -v X=1 jobs/{script}"
-        (folder / "nodes").write_text("".join(f"{host}\n" * 2 for host in hosts))   # mpiprocs=2
+        self.nodes(1)
         self.program("qsub", f"#!{sys.executable}{QSUB}")
         self.program("qstat", '#!/bin/bash\n[ "$1" = -f ] && cat "$SITE/attributes"\n')
 
     def program(self, name, text):
         (self.folder / "bin" / name).write_text(text)
         (self.folder / "bin" / name).chmod(0o755)
+
+    def nodes(self, mpiprocs):
+        """As PBS writes them: each host so often, once without mpiprocs in `select`."""
+        (self.folder / "nodes").write_text("".join(f"{host}\n" * mpiprocs for host in self.hosts))
 
     def profile(self, more):
         (self.folder / "home" / ".bash_profile").write_text(SITE + more)
@@ -262,7 +286,7 @@ class Site:
         env = clean_environment(env={
             "SITE": self.folder, "PYTHON_FOLDER": Path(sys.executable).parent,
             "HOME": self.folder / "home", "PBS_JOBID": job, "PBS_JOBNAME": "sedd",
-            "PBS_QUEUE": "capacity", "PBS_O_QUEUE": "capacity",
+            "PBS_QUEUE": "capacity", "PBS_O_QUEUE": "capacity", "PBS_ENVIRONMENT": "PBS_BATCH",
             "PBS_NODEFILE": self.folder / "nodes", "PBS_O_WORKDIR": self.project,
             "TMPDIR": "/var/tmp/pbs." + job, "OMP_NUM_THREADS": 208, **given})
         words = ["bash", "-l", str(shutil.copy(self.project / "jobs" / script,
@@ -273,7 +297,7 @@ class Site:
         """To its end, without pre-flight; jobs/slurm.sh too. The exit code; self.printed: more."""
         if script == "slurm.sh":
             return self.run_slurm(**given)
-        with self.start(script, job, **{"PREFLIGHT": "", **given}) as running:
+        with self.start(script, job, **{"PREFLIGHT": "", "RETRIES": "0", **given}) as running:
             result = running.wait(600)
         self.printed = result.text
         return result.returncode
@@ -281,13 +305,16 @@ class Site:
     def run_slurm(self, arguments=(), END="NONE", **given):
         (self.folder / "requeued").unlink(missing_ok=True)
         self.program("squeue", f"#!/bin/bash\ncase $* in *%x*) echo n9 ;; *) echo {END} ;; esac\n")
-        self.program("scontrol", '#!/bin/bash\necho "$*" >> "$SITE/requeued"\n')
+        hosts = shlex.quote("\n".join(self.hosts))
+        self.program("scontrol", f'''#!/bin/bash
+if [ "$1" = show ]; then echo {hosts}; else echo "$*" >> "$SITE/requeued"; fi
+''')
         copy = shutil.copy(self.project / "jobs" / "slurm.sh", self.folder / "spool" / "script")
         result = bash(self.folder, copy, *arguments, **{
             "SITE": self.folder, "SLURM_SUBMIT_DIR": self.project, "SLURM_JOB_ID": "101",
             "PATH": f"{self.folder}/bin:{Path(sys.executable).parent}:{os.environ['PATH']}",
             "SLURM_JOB_NODELIST": "n1,n2", "SLURM_JOB_NUM_NODES": 2, "VENV": "none", **SETTINGS,
-            "PREFLIGHT": "", **given})
+            "PREFLIGHT": "", "RETRIES": "0", **given})
         self.printed = result.text
         return result.returncode
 
@@ -317,12 +344,12 @@ def site(tmp_path, project):
 def test_what_a_job_does_after_each_end_of_a_run(script, site, project):
     table = [   # status.json's code and the launcher's -> the job's; does it go on under PBS, Slurm
         ("75 143", 75, True, True), ("0 143", 0, False, False),
-        # A start that was refused puts the status of the finished run back; one is started again.
-        ("0 2", 2, False, False), ("0 0", 0, False, False), ("70 1", 70, True, True),
+        ("0 0", 0, False, False), ("70 1", 70, True, True),
         ("2 143", 2, False, False), ("1 1", 1, True, False), ("null 137", 137, True, False),
         ("null 0", 1, True, False),
         # The code of an earlier start, which is still there, does not count.
         ("- 2", 2, False, False), ("- 0", 0, False, False), ("- 75", 75, True, True),
+        ("- 143", 143, False, False),
         # No new checkpoint, or told to end; in the debug queues a user may have one job.
         ("75 75 old", 75, False, False), ("75 75 cancel", 75, False, False),
         ("75 75", 75, False, False, dict(CHAIN="0", REQUEUE="0")),
@@ -359,13 +386,12 @@ def test_the_next_job_comes_from_the_projects_file_with_options_and_variables_of
     assert site.run("mine.pbs", **given) == 75, site.printed + logs(project)
     asked = json.loads((site.folder / "next").read_text())
     *words, script = asked["words"]
-    for part in ("-W depend=afterany:101.site", "-A AnyProject", "-q capacity",
-                 "-l select=2:system=any", "-N sedd", "-l place=scatter", "-l walltime=02:00:00",
-                 "-l filesystems=flare", "-l software=one", "-m abe", "-M me@any.site"):
-        assert part in " ".join(words), words
     assert script == "jobs/mine.pbs", "what was submitted, as it is by then"
-    assert "ncpus" not in " ".join(words) and "award" not in " ".join(words), "PBS', the site's"
-    wanted = {"THREADS": "1", "VENV": "none", "CHAIN_JOB": "2", **SETTINGS, **given}
+    given_there = words[words.index("-v") + 1]
+    assert set(zip(words[::2], words[1::2])) == {
+        ("-W", "depend=afterany:101.site"), ("-A", "AnyProject"), ("-q", "capacity"),
+        ("-l", "select=2:system=any"), ("-l", "walltime=02:00:00"), ("-v", given_there)}
+    wanted = {"THREADS": "1", "VENV": "none", "RETRIES": "0", "CHAIN_JOB": "2", **SETTINGS, **given}
     assert asked["variables"] == wanted, "what is not given may be edited"
     launched, = site.launched()
     assert launched.endswith("--config config.yaml --work_dir runs/mine "
@@ -433,7 +459,7 @@ def test_a_dry_run_shows_the_cores_that_a_slurm_job_will_have(project):
 
 def test_a_dry_run_of_the_tests_shows_their_command_and_installs_nothing(project):
     before = sorted(project.rglob("*"))
-    words = "--slow jobs -x --timeout 5 -k tests/no.py -n 0 jobs/test.sh::any"
+    words = "--slow jobs -x --timeout 5"
     result = bash(project, "jobs/test.sh", *words.split(), DRY_RUN=1)
     assert result.returncode == 0 and result.stdout.startswith(".venv/bin/python -m pytest ")
     assert result.stdout.strip().endswith(words)
@@ -460,25 +486,6 @@ def test_words_that_a_training_script_knows_reach_it_from_local_sh(script, words
     result = bash(project, "jobs/local.sh", *words, DRY_RUN=1, SCRIPT=script)
     assert result.returncode == 0, result.text
     assert shlex.split(result.stdout)[-len(words):] == words
-
-
-@pytest.mark.parametrize("words, message", [
-    (["-1"], "there is no option -1"), (["-slow"], "Slow tests: bash jobs/test.sh --slow"),
-    (["-k", "any", "tests/no.py"], "there is no file or folder tests/no.py in ")])
-def test_a_wrong_word_behind_test_sh_is_refused_before_anything_is_installed(words, message,
-                                                                           project):
-    result = bash(project, "jobs/test.sh", *words, DRY_RUN=1)
-    assert result.returncode == 2 and message in result.stderr and result.stdout == ""
-
-
-@pytest.mark.parametrize("given, message", [
-    ({"NODE_RANK": 2}, "NODE_RANK=2 of NNODES=2 hosts"),
-    ({"MASTER_PORT": 99999}, "MASTER_PORT=99999; expected at most 65534"),
-    ({"NPROC": "x"}, "NPROC=x is not a number")])
-def test_a_dry_run_without_a_scheduler_refuses_what_the_run_would(given, message, project):
-    settings = {**MULTINODE, "NODE_RANK": 0, "DRY_RUN": 1, **given}
-    result = bash(project, "jobs/torchrun_multinode.sh", **settings)
-    assert result.returncode == 2 and message in result.stderr and result.stdout == ""
 
 
 def test_a_workstation_gets_a_rank_per_gpu(site, project):
@@ -519,7 +526,8 @@ def test_of_an_array_the_task_is_requeued(site, project):
 @ONE_OF_EACH
 @pytest.mark.parametrize("outcome, given, why", [
     ("0 0", {}, "the training is finished"), ("75 75 cancel", {}, "the job was cancelled"),
-    ("75 75 old", {}, "wrote no new checkpoint"), ("2 2", {}, "the run ended with 2, and AGAIN_ON"),
+    ("75 75 old", {}, "no start in this job wrote a new checkpoint"),
+    ("2 2", {}, "the run ended with 2, and AGAIN_ON"),
     ("75 75", {"CHAIN": "0", "REQUEUE": "0"}, " is 0")])
 def test_a_job_says_why_it_does_not_go_on(script, outcome, given, why, site, project):
     site.fake_launcher(outcome)
@@ -546,20 +554,43 @@ def test_every_setting_at_the_top_of_a_job_is_among_those_that_it_can_name(scrip
     assert set(settings) <= set(named)
 
 
-@pytest.mark.parametrize("submitted, given, message", [
-    ("-v CONFIG=a.yaml -v ARGS=b jobs/aurora.pbs", {}, "-v was given twice"),
-    ("-A AnyProject", {}, "not by 'qsub < FILE'"), ("", {}, "not by 'qsub < FILE'"),
-    ("-A AnyProject my jobs/aurora.pbs", {}, "'my jobs/aurora.pbs' of the script has a blank"),
-    ("-J 0-3 jobs/aurora.pbs", {"PBS_ARRAY_INDEX": 2}, "a job array (-J)")])
-def test_what_no_next_job_could_be_made_from_is_refused_at_the_start(submitted, given, message,
-                                                                     site, project):
+@pytest.mark.parametrize("submitted, message", [
+    ("-v CONFIG=a.yaml -v ARGS=b jobs/aurora.pbs", "-v was given twice"),
+    ("-A AnyProject", "not by 'qsub < FILE'"), ("", "not by 'qsub < FILE'")])
+def test_what_no_next_job_could_be_made_from_is_refused_at_the_start(submitted, message, site,
+                                                                     project):
     site.fake_launcher("75 75")
     site.submitted = submitted
-    shutil.copytree(project / "jobs", project / "my jobs")
-    assert site.run("aurora.pbs", **given) == 2
+    assert site.run("aurora.pbs") == 2
     assert message in logs(project) and site.launched() == []
     if "twice" not in message:      # one job alone needs no path
-        assert site.run("aurora.pbs", CHAIN=0, **given) == 75, logs(project)
+        assert site.run("aurora.pbs", CHAIN=0) == 75, logs(project)
+
+
+def test_no_job_follows_the_member_of_an_array_which_says_so_at_its_start(site, project):
+    site.fake_launcher("75 75")
+    assert site.run("aurora.pbs", job="101[2].site", PBS_ARRAY_INDEX=2) == 75, logs(project)
+    assert not site.goes_on()
+    assert "no next job will follow: this is a member of a job array" in logs(project)
+
+
+def test_members_of_an_array_on_the_same_hosts_meet_at_ports_of_their_own(site, project):
+    site.nodes(2)
+    ports = set()
+    for index in (1, 2, 3):
+        site.fake_launcher("0 0")
+        given = {"CPU_BIND": None, "PBS_ARRAY_INDEX": index}
+        assert site.run("pbs.sh", job=f"101[{index}].site", **given) == 0, logs(project)
+        ports.add(site.environment()["MASTER_PORT"])
+    assert len(ports) == 3, ports
+
+
+def test_the_ranks_of_one_host_find_a_port_themselves(site, project):
+    site.hosts = ["hostA"]
+    site.nodes(2)
+    site.fake_launcher("0 0")
+    assert site.run("pbs.sh", CPU_BIND=None) == 0, logs(project)
+    assert not {"MASTER_ADDR", "MASTER_PORT"} & site.environment().keys()
 
 
 def test_in_an_interactive_job_the_deadline_counts_from_the_start_of_the_job(site, project):
@@ -570,7 +601,7 @@ def test_in_an_interactive_job_the_deadline_counts_from_the_start_of_the_job(sit
     given = {"PBS_ENVIRONMENT": "PBS_INTERACTIVE", "SAVE_SECONDS": "900"}
     assert site.run("aurora.pbs", **given) == 75, logs(project)
     assert int((site.folder / "deadline").read_text()) == began + 7200 - 900
-    assert not site.goes_on() and "the job PBS_INTERACTIVE" in logs(project)
+    assert not site.goes_on() and "this job is interactive" in logs(project)
 
 
 def test_a_start_of_the_job_that_cannot_be_is_not_believed(site, project):
@@ -580,30 +611,89 @@ def test_a_start_of_the_job_that_cannot_be_is_not_believed(site, project):
     assert int((site.folder / "deadline").read_text()) > time.time() + 6000
 
 
-def test_the_next_job_keeps_the_options_of_qsub_and_names_those_it_loses(site, project):
+def test_the_next_job_keeps_umask_priority_and_that_it_may_not_be_rerun(site, project):
     site.fake_launcher("75 75")
-    site.submitted = ("-A AnyProject -W umask=022,sandbox=PRIVATE -p 5 -o out -r n -h "
-                      "-v X=1 jobs/{script}")
-    site.attributes += ("    Priority = 5\n    Rerunable = False\n    umask = 22\n"
-                        "    Output_Path = host:/any/out\n    Join_Path = oe\n")
+    site.attributes += "    Priority = 5\n    Rerunable = False\n    umask = 22\n"
     assert site.run("aurora.pbs") == 75, logs(project)
     words = " ".join(json.loads((site.folder / "next").read_text())["words"])
-    for option in ("-W umask=22", "-p 5", "-o host:/any/out", "-r n"):
-        assert option in words
-    assert "-j" not in words, "what stands in the script may be edited"
-    assert "the next job is submitted without -W sandbox=PRIVATE -h" in logs(project)
+    assert "-W umask=22" in words and "-p 5" in words and "-r n" in words
 
 
-@pytest.mark.parametrize("walltime, seconds", [("02:00:00", 7200), ("90:00", 5400), ("4000", 4000)])
-def test_where_qstat_does_not_answer_the_deadline_comes_from_walltime(walltime, seconds, site,
-                                                                       project):
+# Answers from the call on whose number is in the file `mute`.
+MUTE_QSTAT = """#!/bin/bash
+echo >> "$SITE/asked"
+[ "$(wc -l < "$SITE/asked")" -ge "$(cat "$SITE/mute")" ] && cat "$SITE/attributes"
+"""
+
+
+def mute_until(site, call):
+    (site.folder / "mute").write_text(f"{call}\n")
+    site.program("qstat", MUTE_QSTAT)
+
+
+def test_a_server_that_is_away_at_the_start_is_asked_again(site, project):
     site.fake_launcher("75 75")
-    site.program("qstat", "#!/bin/bash\n")
+    mute_until(site, 3)
+    assert site.run("aurora.pbs", SAVE_SECONDS="900") == 75, logs(project)
+    assert int((site.folder / "deadline").read_text()) < time.time() + 7200 - 900
+    assert site.goes_on(), logs(project)
+
+
+def test_with_walltime_a_job_starts_at_once_and_asks_the_server_at_its_end(site, project):
+    site.fake_launcher("75 75")
+    mute_until(site, 3)      # twice at the end
     before = time.time()
-    assert site.run("aurora.pbs", WALLTIME=walltime) == 75, logs(project)
+    assert site.run("aurora.pbs", WALLTIME="1:00:00") == 75, logs(project)
     deadline = int((site.folder / "deadline").read_text())
-    assert before + seconds - 600 - 1 <= deadline <= time.time() + seconds - 600
-    assert not site.goes_on() and "there is no NEXT_QSUB" in logs(project)
+    assert before + 3600 - 600 - 1 <= deadline <= time.time() + 3600 - 600
+    assert site.goes_on(), logs(project)
+
+
+def test_a_server_that_never_answers_is_asked_until_shortly_before_the_end_of_the_job(site,
+                                                                                     project):
+    site.fake_launcher("75 75")
+    mute_until(site, 1000)
+    before = time.time()
+    assert site.run("aurora.pbs", WALLTIME="42", SAVE_SECONDS="1") == 75, logs(project)
+    assert time.time() < before + 42 and not site.goes_on()
+    assert "not submitted: give the same qsub again" in logs(project)
+
+
+def test_a_qsub_whose_server_is_away_is_tried_again(site, project):
+    site.fake_launcher("75 75")
+    site.program("qsub", f"""#!/bin/bash
+echo >> "$SITE/tried"
+[ "$(wc -l < "$SITE/tried")" -ge 3 ] && exec {sys.executable} "$SITE/bin/real_qsub" "$@"
+echo "qsub: cannot connect to server" >&2
+exit 1
+""")
+    site.program("real_qsub", QSUB)
+    site.program("qstat", """#!/bin/bash
+[ ! -e "$SITE/tried" ] && cat "$SITE/attributes"
+""")
+    assert site.run("aurora.pbs") == 75, logs(project)
+    assert site.goes_on(), logs(project)
+
+
+def test_a_qsub_that_is_refused_is_not_repeated(site, project):
+    site.fake_launcher("75 75")
+    site.program("qsub", '#!/bin/bash\necho >> "$SITE/tried"\nexit 1\n')
+    assert site.run("aurora.pbs") == 75, logs(project)
+    assert len((site.folder / "tried").read_text()) == 1
+    assert "not submitted: give the same qsub again" in logs(project)
+
+
+def test_a_walltime_that_is_no_time_is_refused(site, project):
+    site.fake_launcher("75 75")
+    assert site.run("aurora.pbs", WALLTIME="1 day") == 2 and site.launched() == []
+    assert "WALLTIME=1 day is not a time such as 12:00:00" in site.printed
+
+
+def test_a_job_without_torch_says_so_and_starts_no_rank(site, project):
+    site.fake_launcher("0 0")
+    site.program("python", f"#!/bin/bash\nexec {sys.executable} -S -I \"$@\"\n")
+    assert site.run("aurora.pbs", PYTHON=site.folder / "bin" / "python") == 2, logs(project)
+    assert "has no torch" in logs(project) and site.launched() == []
 
 
 def test_the_walltime_that_qstat_tells_counts_more_than_the_setting(site, project):
@@ -612,26 +702,91 @@ def test_the_walltime_that_qstat_tells_counts_more_than_the_setting(site, projec
     assert int((site.folder / "deadline").read_text()) > time.time() + 6000
 
 
-def test_where_qstat_does_not_answer_the_next_job_comes_from_next_qsub(site, project):
-    site.fake_launcher("75 75")
-    site.program("qstat", "#!/bin/bash\n")
-    words = "-A AnyProject -l select=2 -W umask=022 jobs/aurora.pbs"
-    assert site.run("aurora.pbs", WALLTIME="1:00:00", NEXT_QSUB=words) == 75, logs(project)
-    asked = json.loads((site.folder / "next").read_text())
-    assert " ".join(asked["words"][2:]) == f"-W depend=afterany:101.site {words}"
-    kept = {"WALLTIME": "1:00:00", "NEXT_QSUB": words, "CHAIN_JOB": "2", "CONFIG": "config.yaml"}
-    assert kept.items() <= asked["variables"].items()
+# ---------------------------------------------------------------- a start in the same job
+def ranks_started(site):
+    return [int(line.split()[0]) for line in site.launched()]
 
 
-@pytest.mark.parametrize("given, message", [
-    ({"WALLTIME": "1 day"}, "WALLTIME=1 day is not a time such as 12:00:00"),
-    ({"NEXT_QSUB": "-v X=1 jobs/aurora.pbs"}, "NEXT_QSUB holds -v"),
-    ({"NEXT_QSUB": "-A AnyProject"}, "not by 'qsub < FILE'")])
-def test_settings_for_a_mute_qstat_are_checked_at_the_start(given, message, site, project):
-    site.fake_launcher("75 75")
-    site.program("qstat", "#!/bin/bash\n")
-    assert site.run("aurora.pbs", **given) == 2
-    assert message in site.printed + logs(project) and site.launched() == []
+@ONE_OF_EACH
+@pytest.mark.parametrize("outcome, given, ranks", [
+    ("1 1 dies:hostB", {}, [4, 2]), ("70 1 dies:hostB.any.domain", {}, [4, 2]),
+    # PALS ends with 143 after any failure: no sign of the walltime, nor is a SIGKILL.
+    ("null 143 dies:hostA", {}, [4, 2]), ("null 137", {}, [4, 4]), ("1 143 dies:hostC", {}, [4, 4]),
+    ("0 0", {}, [4]), ("75 75", {}, [4]), ("130 1", {}, [4]), ("2 143", {}, [4]),
+    # Without status.json it has not begun; PALS' 143 may then be a refusal.
+    ("- 1 dies:hostB", {}, [4, 2]), ("- 143", {}, [4]), ("- 2", {}, [4]),
+    ("1 1 cancel", {}, [4]), ("1 1 dies:hostB", {"RETRIES": "0"}, [4]),
+    # Of two hours, less than five minutes are left until the run has to save.
+    ("1 1 dies:hostB", {"SAVE_SECONDS": "7000", "END": 7200}, [4])])
+def test_a_run_that_failed_starts_again_without_the_host_at_fault(script, outcome, given, ranks,
+                                                                  site, project):
+    site.fake_launcher(outcome, "0 0")
+    given = {"RETRIES": "1", **given}
+    end = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + given.pop("END", 7200)))
+    if script == "slurm.sh":
+        given["END"] = end
+    site.run(script, **given)
+    assert ranks_started(site) == ranks, logs(project)
+    assert ("starting again (1 of 1)" in logs(project)) == (len(ranks) == 2)
+
+
+@ONE_OF_EACH
+def test_a_run_starts_again_no_more_than_retries_times_and_then_the_chain_decides(script, site,
+                                                                                  project):
+    site.fake_launcher("70 1 dies:hostB", "70 1 dies:hostA")
+    assert site.run(script, RETRIES="1") == 70, logs(project)
+    assert ranks_started(site) == [4, 2] and site.goes_on(), logs(project)
+    assert "not started again in this job: RETRIES is 1" in logs(project)
+
+
+@ONE_OF_EACH
+def test_a_checkpoint_of_the_first_start_counts_for_the_chain(script, site, project):
+    site.fake_launcher("70 1", "70 1 old")
+    assert site.run(script, RETRIES="1") == 70 and site.goes_on(), logs(project)
+
+
+@ONE_OF_EACH
+def test_a_run_starts_on_the_hosts_that_the_preflight_does_not_suspect(script, site, project):
+    site.fake_launcher("- 3 suspect", "- 0", "0 0")
+    assert site.run(script, RETRIES="1", PREFLIGHT="--preflight") == 0, logs(project)
+    assert ranks_started(site) == [4, 2, 2], logs(project)
+    kinds = ["test_aurora_ddp.py" in line for line in site.launched()]
+    assert kinds == [True, True, False]
+    if script == "aurora.pbs":
+        assert (site.folder / "hosts").read_text() == "hostB\n"
+    else:
+        assert " --nodes=1 --exclude=hostA --ntasks=2 " in site.launched()[-1]
+
+
+@ONE_OF_EACH
+@pytest.mark.parametrize("preflight, outcomes, code, ranks", [
+    ("", ["null 137 dies:hostA", "0 0"], 0, [2, 2]), ("--preflight", ["- 3 suspect"], 3, [2])])
+def test_on_its_only_host_a_run_starts_again_unless_the_preflight_suspects_it(
+        script, preflight, outcomes, code, ranks, site, project):
+    site.hosts = ["hostA"]
+    site.nodes(1)
+    site.fake_launcher(*outcomes)
+    assert site.run(script, RETRIES="1", PREFLIGHT=preflight) == code, logs(project)
+    assert ranks_started(site) == ranks, logs(project)
+
+
+def test_the_ranks_that_are_left_meet_on_a_host_that_is_left(site, project):
+    site.hosts = ["hostA", "hostB", "hostC"]
+    site.nodes(2)
+    site.fake_launcher("1 1 dies:hostA", "0 0")
+    assert site.run("pbs.sh", RETRIES="1", CPU_BIND=None) == 0, logs(project)
+    first, second = [dict(word.split("=", 1) for word in line.split() if "=" in word)
+                     for line in site.launched()]
+    assert (first["MASTER_ADDR"], second["MASTER_ADDR"]) == ("hostA", "hostB")
+    assert first["MASTER_PORT"] != second["MASTER_PORT"]
+    assert (site.folder / "hosts").read_text() == "hostB\nhostB\nhostC\nhostC\n"
+
+
+def test_the_next_start_by_slurm_is_without_the_hosts_that_the_job_has_left_out(site, project):
+    site.fake_launcher("70 1 dies:hostA", "75 75")
+    assert site.run_slurm(RETRIES="1", EXCLUDE="1") == 75, logs(project)
+    requests = (site.folder / "requeued").read_text()
+    assert requests == "requeue 101\nupdate JobId=101 ExcNodeList=n9,hostA\n", logs(project)
 
 
 @ONE_OF_EACH
@@ -670,10 +825,11 @@ def test_a_job_says_why_no_host_is_left_out(outcome, given, why, site, project):
     assert not site.goes_on() and why in logs(project)
 
 
-def test_a_pbs_job_says_how_to_have_the_hosts_alone_that_are_not_suspected(site, project):
+def test_a_pbs_job_names_the_hosts_that_the_preflight_suspects(site, project):
     site.fake_launcher("- 3 suspect")
     assert site.run("aurora.pbs", PREFLIGHT="--preflight") == 3, logs(project)
-    assert "\n  -l select=1:system=any:host=hostB\n" in logs(project)
+    assert "no next job: the pre-flight suspects hostA" in logs(project)
+    assert not site.goes_on()
 
 
 def test_the_plugin_of_polaris_for_nccl_has_its_libraries(site, project, tmp_path):
@@ -693,7 +849,8 @@ def test_a_job_on_polaris_without_the_plugin_says_that_sockets_are_used(site, pr
 
 def test_a_job_of_any_pbs_site_gives_its_ranks_slots_and_variables(site, project):
     site.fake_launcher("75 75")
-    assert site.run("pbs.sh", CPU_BIND=None, WANDB_MODE="online") == 75, logs(project)
+    site.nodes(2)
+    assert site.run("pbs.sh", CPU_BIND=None, NPROC="", WANDB_MODE="online") == 75, logs(project)
     assert (site.folder / "hosts").read_text() == "hostA\nhostA\nhostB\nhostB\n"
     launched, = site.launched()
     words = dict(word.split("=", 1) for word in launched.split() if "=" in word)
@@ -701,6 +858,13 @@ def test_a_job_of_any_pbs_site_gives_its_ranks_slots_and_variables(site, project
     wanted = {"DDP_WORLD_SIZE": "4", "DDP_DEADLINE": deadline, "MASTER_ADDR": "hostA",
               "MASTER_PORT": "20101", "OMP_NUM_THREADS": "1", "WANDB_MODE": "online"}
     assert wanted.items() <= words.items() and site.goes_on(), launched
+
+
+def test_more_ranks_than_pbs_has_slots_for_are_refused(site, project):
+    site.fake_launcher("0 0")
+    assert site.run("pbs.sh", CPU_BIND=None, NPROC="2") == 2 and site.launched() == []
+    assert "PBS lists hostA fewer times" in logs(project)
+    assert "-l select=...:mpiprocs=2" in logs(project)
 
 
 @pytest.mark.parametrize("script", [*PBS_SCRIPTS, "slurm.sh", "torchrun_multinode.sh"])
@@ -736,7 +900,7 @@ def test_a_job_says_that_only_its_owner_can_read_what_it_writes(site, project):
 
 
 def test_a_signal_of_slurm_during_the_preflight_is_no_failure_of_the_machine(site, project):
-    site.fake_launcher("- 138")
+    site.fake_launcher("- 138 old")
     assert site.run_slurm(PREFLIGHT="--preflight") == 75, logs(project)
     assert len(site.launched()) == 1 and not site.goes_on()
 
@@ -837,12 +1001,27 @@ def test_slurm_jobs_go_on_after_scancel_and_usr1_to_the_weights_of_an_undisturbe
         assert job.told("JobState") == "COMPLETED" and job.told("Restarts") == "1", logs(project)
         await_that(lambda: not job.pids(), 60, job.pids)
     # Three starts, of which two have a pre-flight.
-    for text, times in (("launcher Slurm step: rank from SLURM_PROCID", 5),
+    for text, times in (("launcher Slurm step: rank 0 of 4", 5),
                         (" passed, 0 failed", 2), ("the run stops and saves at", 3)):
         assert logs(project).count(text) == times, f"{text}\n{logs(project)}"
     for step in (cancelled, saved):
         assert f"continuing from step {step}" in " ".join(logs(project).split()), logs(project)
     check_finished(run_dir, reference)
+
+
+@pytest.mark.slow
+def test_after_a_killed_rank_a_slurm_job_goes_on_without_its_host(slurm, project):
+    with SlurmJob(project, PREFLIGHT="") as job:
+        await_step(project, 7, job.alive)
+        os.kill(rank_process(job, "SLURM_PROCID=3"), signal.SIGKILL)
+        await_that(lambda: "starting again (1 of 1) on n1, without n2" in logs(project), 120,
+                   lambda: logs(project))
+        (project / "slow").unlink()
+        job.await_state("COMPLETED", "FAILED", "CANCELLED")
+        assert job.told("JobState") == "COMPLETED" and job.told("Restarts") == "0", logs(project)
+    text = " ".join(logs(project).split())
+    assert "continuing from step 5" in text and "2 rank(s) on 1 host(s)" in text, text
+    assert steps_saved(project / "runs" / "mine") == STEPS
 
 
 @pytest.mark.slow
@@ -871,17 +1050,22 @@ export PALS_APID=apid-$$
 words=("${words[@]/#-hostfile/-f}" "$SITE/bin/as-pals" "$@")
 exec MPIEXEC -launcher rsh -launcher-exec HOST_SHELL "${words[@]}"
 """
-# What a rank sees under PALS. MPI_Init reads MPICH's variables; HIDE takes them from os.environ.
+# What a rank sees under PALS. MPI_Init reads MPICH's variables; HIDE keeps them from os.environ, in
+# the guard and in its child.
 AS_PALS = """#!/bin/bash
 export PALS_RANKID=$PMI_RANK PALS_LOCAL_RANKID=$MPI_LOCALRANKID
-export PALS_NODEID=$((PMI_RANK / MPI_LOCALNRANKS)) HIDDEN="MPI_LOCALRANKID MPI_LOCALNRANKS"
-export PALS_LOCAL_SIZE=$MPI_LOCALNRANKS HIDDEN="$HIDDEN PMI_RANK PMI_SIZE"
+export PALS_NODEID=$((PMI_RANK / MPI_LOCALNRANKS)) PALS_LOCAL_SIZE=$MPI_LOCALNRANKS
+for name in MPI_LOCALRANKID MPI_LOCALNRANKS PMI_RANK PMI_SIZE; do
+  export "HIDDEN_$name=${!name}"
+  unset "$name"
+done
 PYTHONPATH=$SITE/hide exec "$@"
 """
 HIDE = """
 import os
-for name in os.environ.get("HIDDEN", "").split():
-    os.environ._data.pop(os.environ.encodekey(name), None)    # not `del`, which would call unsetenv
+for name, value in os.environ.items():
+    if name.startswith("HIDDEN_"):
+        os.putenv(name.removeprefix("HIDDEN_"), value)    # which os.environ does not see
 """
 
 
@@ -912,9 +1096,9 @@ def test_pbs_jobs_go_on_after_qdel_and_by_the_clock_to_the_weights_of_an_undistu
     cancelled = stopped_at(run_dir, "SIGTERM")
     assert result.returncode == 75 and result.leftover == [], result.text + text
     assert not site.goes_on()
-    for said in ("launcher PALS: rank from PALS_RANKID", "by MPI broadcast"):
+    for said in ("launcher PALS: rank 0 of 4", "by MPI broadcast"):
         assert text.count(said) == 2, text      # pre-flight, training
-    assert text.count("4 ranks on 2 host(s), 2 per host") == 1, text
+    assert text.count("4 rank(s) on 2 host(s), 2 per host") == 1, text
     assert (site.folder / "cpu-bind").read_text().startswith("list:")
 
     (project / "driver.py").write_text(DRIVER.replace(     # its first step lasts until the deadline
@@ -927,7 +1111,6 @@ def test_pbs_jobs_go_on_after_qdel_and_by_the_clock_to_the_weights_of_an_undistu
     assert f"continuing from step {cancelled}" in " ".join(text.split()), text
     stopped_at(run_dir, "DDP_DEADLINE", cancelled)
     assert "found from MASTER_ADDR" in text
-    assert "size from" not in text, "the number of ranks comes from the job script"
 
     asked = json.loads((site.folder / "next").read_text())
     assert site.goes_on()
@@ -938,6 +1121,20 @@ def test_pbs_jobs_go_on_after_qdel_and_by_the_clock_to_the_weights_of_an_undistu
     assert result.returncode == 0 and result.leftover == [], result.text + logs(project)
     assert not site.goes_on(), "a finished run needs no next job"
     check_finished(run_dir, reference)
+
+
+@pytest.mark.slow
+def test_after_a_killed_rank_a_pbs_job_starts_again_and_finishes(pals_site, project):
+    site = pals_site
+    with site.start("aurora.pbs", "101.site", on="hostA", PREFLIGHT="") as job:
+        await_step(project, 7, lambda: job.process.poll() is None)
+        os.kill(rank_process(job, "PALS_RANKID=3"), signal.SIGKILL)
+        (project / "slow").unlink()
+        result = job.wait(timeout=400)
+    assert result.returncode == 0 and result.leftover == [], result.text + logs(project)
+    assert "starting again (1 of 1) on hostA, without hostB" in logs(project)
+    assert "continuing from step 5" in " ".join(logs(project).split()), logs(project)
+    assert not site.goes_on() and steps_saved(project / "runs" / "mine") == STEPS
 
 
 MULTINODE = {**SETTINGS, "VENV": "none", "NNODES": 2, "MASTER_ADDR": "10.77.0.1"}
@@ -958,13 +1155,12 @@ def test_the_script_for_hosts_without_a_scheduler_refuses_what_it_sets_itself_or
         assert result.returncode == 2 and message in result.stderr and result.stdout == ""
 
 
-@pytest.mark.parametrize("name, code, passes", [("SIGTERM", 143, 1), ("SIGINT", 130, 0)])
-def test_nothing_is_trained_after_a_signal_during_the_preflight_by_hand(
-        name, code, passes, site, project):
-    site.program("python", f"""#!/bin/bash
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_nothing_is_trained_after_a_signal_during_the_preflight_by_hand(name, site, project):
+    site.program("python", """#!/bin/bash
 if [ "$1" = -c ]; then echo 3; exit; fi
 echo $* >> asked
-trap 'exit {passes}' INT TERM
+trap 'exit 1' INT TERM
 echo checking
 while :; do sleep 0.1; done
 """)
@@ -975,7 +1171,7 @@ while :; do sleep 0.1; done
         os.killpg(running.process.pid, getattr(signal, name))      # as a terminal does
         result = running.wait(600)
     asked, = (project / "asked").read_text().splitlines()
-    assert result.returncode == code and asked.startswith("test_aurora_ddp.py"), result.text
+    assert result.returncode != 0 and asked.startswith("test_aurora_ddp.py"), result.text
 
 
 @pytest.mark.slow
@@ -1017,7 +1213,8 @@ def test_the_launch_line_of_any_pbs_site_starts_ranks_on_two_hosts(launcher, sit
     mpirun = Path(launchers.command(launcher, 1, ["any"])[0])
     text = REACH.replace("HOST_SHELL", str(launchers.HOST_SHELL))
     site.program("mpirun", text.replace("MPIRUN", str(mpirun.with_name("mpirun"))))
-    with site.start("pbs.sh", "101.site", on="hostA", PREFLIGHT="") as job:
+    site.nodes(2)
+    with site.start("pbs.sh", "101.site", on="hostA", PREFLIGHT="", NPROC="") as job:
         result = job.wait(timeout=400)
     text = logs(project)
     assert result.returncode == 0 and result.leftover == [], result.text + text

@@ -98,7 +98,7 @@ def test_local_sh_says_what_failed_without_network_and_starts_afresh_after_it(co
         assert code == 2
         assert "pip could not install -r requirements.txt" in printed and "PIP_INDEX_URL" in printed
         assert "torch==2.13.0" in printed, "pip's own message must stay visible"
-        assert "arguments" not in printed and not (copy / ".venv" / "stamp").exists()
+        assert "arguments" not in printed
 
         (copy / "requirements.txt").write_text("")
         for made in (True, False):      # matplotlib, which is not needed, is tried once
@@ -142,7 +142,7 @@ def test_local_sh_refuses_before_it_installs(copy):
             (["0"], {}, "NPROC is '0', expected"),
             ([], {"SCRIPT": "no.py"}, "SCRIPT=no.py or CONFIG=config.yaml is not a file in"),
             (["--config=other.yaml"], {}, "give the config as CONFIG="),
-            ([], {"PYTHON": "no-such-python"}, "cannot run 'no-such-python'. Install Python 3.10")):
+            ([], {"PYTHON": "no-such-python"}, "'no-such-python' does not run, or is older")):
         code, printed = local_sh(copy, *arguments, **variables)
         assert code == 2 and message in printed
         assert not (copy / ".venv").exists()
@@ -156,7 +156,7 @@ def test_local_sh_writes_into_no_environment_that_it_did_not_make(copy):
     (copy / "other" / "stamp").touch()
     (copy / ".venv").symlink_to("other")
     code, printed = local_sh(copy)
-    assert code == 2 and ".venv is a link" in printed
+    assert code == 2 and "was not made by this script" in printed
     assert [path.name for path in (copy / "other").iterdir()] == ["stamp"]
 
 

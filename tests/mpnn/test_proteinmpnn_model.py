@@ -278,6 +278,19 @@ def test_in_bfloat16_a_shared_context_gives_the_scores_in_bfloat16():
     near(found, expected, atol=0.05)
 
 
+@pytest.mark.parametrize("weights", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_weights_in_low_precision_take_coordinates_in_float32(weights, autocast):
+    model = small_model().float()
+    X, *structure, S = protein([20, 10])
+    graph = model.graph(X.float(), *structure)
+    with torch.no_grad():
+        expected = model(graph, S, random_order(30))
+        with torch.autocast("cpu", weights, enabled=autocast):
+            found = model.to(weights)(graph, S, random_order(30))
+    assert (found - expected).norm() < 0.1 * expected.norm()
+
+
 # ---- sampling ----
 
 def test_a_letter_is_drawn_given_those_that_were_drawn_before():
@@ -374,6 +387,8 @@ def test_wrong_inputs_are_refused_with_what_was_found():
     for order, message in ((order[:2], r"\(3, 10\), \(2, 10\)"), (order * 0, "permutation")):
         with pytest.raises(ValueError, match=message):
             model.decode(encoding, S.expand(3, -1), order)
+    with pytest.raises(ValueError, match="expected torch.int64"):
+        model.decode(encoding, S.bfloat16(), random_order(10))
 
 
 # ---- files ----

@@ -21,16 +21,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from ddp_guard import EXIT  # noqa: E402
 from ddp_setup import load_checkpoint  # noqa: E402
-from launchers import run_ranks, seconds_until, start_ranks  # noqa: E402
-from training.watch import read_status
+from launchers import read_status, run_ranks, seconds_until, start_ranks  # noqa: E402
 from training_runs import same_run  # noqa: E402
 
 STEPS = 300     # optimizer steps of a run; seconds
 WATCHDOG = 8.0
 INIT = 20.0
 GONE = 15.0   # seconds in which all must be gone after SIGKILL or SIGTERM
+EXIT = 120.0  # in which a rank must end after cleanup_ddp
 CONFIG = f"""
 training: {{batch_size: 8, accum: 2, n_iters: {STEPS}, eval_freq: 50, log_freq: 5,
             snapshot_freq: 10}}

@@ -228,3 +228,9 @@ def test_noise_levels_have_the_dtype_of_the_model_but_no_less_than_32_bits(dtype
     levels = torch.tensor([0.1], dtype=torch.float64)
     moved = to_device({"sigma": levels, "dsigma": levels}, torch.device("cpu"), dtype)
     assert moved["sigma"].dtype == moved["dsigma"].dtype == expected
+
+
+def test_tokens_stay_integers_on_the_way_to_the_device():
+    batch = {"x0": torch.tensor([[19]]), "sigma": torch.ones(1), "dsigma": torch.ones(1)}
+    moved = to_device(batch, torch.device("cpu"), torch.bfloat16)
+    assert moved["x0"].dtype == torch.int64

@@ -148,6 +148,18 @@ def test_samples_differ_from_step_to_step_and_not_from_run_to_run():
     assert texts[0] == texts[1] != texts[2]
 
 
+def test_generation_in_training_gives_the_network_sigma_and_not_t():
+    config = load_config(Config, None, ["monitoring.n_samples=2", "monitoring.sample_steps=3"])
+    counts = np.eye(1, 13, 12, dtype=np.int64)[0]
+    noise = make_noise("loglinear")
+    model = TrueScores(P, ABSORB)
+    sigmas = []
+    model.register_forward_pre_hook(lambda _, inputs: sigmas.append(inputs[1]))
+    sample_proteins(model, config, ABSORB, noise, counts, 0, Ddp(), torch.bfloat16)
+    expected, _ = noise(torch.linspace(1, 1e-5, 4))
+    torch.testing.assert_close(torch.stack(sigmas), expected[:, None].expand(-1, 2))
+
+
 @pytest.mark.parametrize("gain, said", [(-0.1, " no better"), (0.01, " hardly better"), (0.1, "")])
 def test_the_end_says_whether_more_than_letter_frequencies_was_learned(gain, said):
     row = {"step": 1, "val/loss": math.log(18) - gain, "val/unigram_perplexity": 18.0}

@@ -193,6 +193,26 @@ def test_under_autocast_the_noise_level_is_embedded_in_float32():
     assert torch.equal(*seen)
 
 
+@pytest.mark.parametrize("weights", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_weights_in_low_precision_take_a_noise_level_in_float32(weights, autocast):
+    graph = AbsorbingGraph(21)
+    model = small_model(graph).eval()
+    _, xt, mask, _, sigma, _ = small_batch(graph)
+    with torch.no_grad():
+        expected = model(xt, sigma.float(), mask)
+        with torch.autocast("cpu", weights, enabled=autocast):
+            found = model.to(weights)(xt, sigma.float(), mask)
+    assert (found - expected).norm() < 0.1 * expected.norm()
+
+
+def test_tokens_in_a_real_dtype_are_refused():
+    graph = AbsorbingGraph(21)
+    _, xt, mask, _, sigma, _ = small_batch(graph)
+    with pytest.raises(ValueError, match="torch.int64 token ids"):
+        small_model(graph)(xt.bfloat16(), sigma, mask)
+
+
 # ---- published weights and averages ----
 
 def test_official_checkpoints_load_with_and_without_their_averages(fixture):

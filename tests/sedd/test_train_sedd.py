@@ -22,7 +22,7 @@ import torch
 import yaml
 
 from ddp_setup import Ddp, load_checkpoint
-from launchers import fork_ranks, need, run_ranks, slow, started
+from launchers import fork_ranks, need, read_status, run_ranks, slow, started
 import prepare_uniref50
 from sedd import evaluation as sedd_eval
 from sedd import batches as sequence_batches
@@ -31,14 +31,12 @@ import train_sedd_ddp
 from training.config import config_to_dict, dump_yaml, load_config
 from training.loop import Diverged
 from training.command_line import prepare_and_train
-from training.folder import replace_status
 from sedd.diffusion import make_graph, make_noise, score_entropy_loss
 from sedd.demo import DemoSource
 from sedd.sequences import N_TOKENS, X_ID, decode, read_sequences
 from training.loop import MicroBatchSampler
 from sedd.evaluation import sample_proteins
 from sedd.weights import export_sedd, load_sedd
-from training.watch import read_status, write_status
 from train_sedd_ddp import Config, MicroBatchDataset, check_config, main, prepare, train
 
 from training_runs import (  # noqa: F401 (the fixture one_thread)
@@ -396,9 +394,9 @@ def test_a_finished_run_says_so_without_fail_and_may_be_lengthened(fasta, tmp_pa
     assert read_status(tmp_path) == {"code": 0, "reason": "all steps done", "step": 3}
     if importlib.util.find_spec("matplotlib"):
         assert first.splitlines()[-1].startswith("ATTENTION: no picture was drawn")
-    replace_status(tmp_path, 1, "out of memory")
-    assert read_status(tmp_path)["code"] == 1
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     run(tiny(fasta, training__n_iters=3), tmp_path)
+    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     again = capsys.readouterr().out
     assert "This run is finished: all steps done at step 3" in again and "step 3/3" not in again
     results = first[first.index("  the same validation"):].partition("ATTENTION: no picture")[0]
@@ -435,11 +433,9 @@ def test_a_resume_is_refused_for_another_config_or_other_data(
              monitoring__sample_steps=3), tmp_path / "w")
     assert steps_of(tmp_path / "w") == [1, 2, 3]
     shutil.rmtree(tmp_path / "w" / "checkpoints")   # as of a run that came to none
-    for resume, advice in ((None, ", or --fresh"), (straight / "checkpoints" / "last.pt", r"\.$")):
-        refused(rf"(?s)config, which came to no checkpoint.*optim\.lr.*another --work_dir{advice}",
-                tiny(fasta, optim__lr=0.5), tmp_path / "w", resume=resume)
-    run(tiny(fasta, training__n_iters=2), tmp_path / "w")
+    run(tiny(fasta, optim__lr=0.5, training__n_iters=2), tmp_path / "w")
     assert steps_of(tmp_path / "w") == [1, 2]
+    assert load_config(Config, tmp_path / "w" / "config.yaml").optim.lr == 0.5
 
 
 def test_a_config_that_names_no_proteins_is_refused_before_anything_is_written(tmp_path):
@@ -480,13 +476,12 @@ def test_runs_of_versions_that_always_named_a_number_of_demo_proteins_go_on(fast
 
 
 @pytest.mark.parametrize("key, value", [
-    ("step", "x"), ("step", -5), ("step", 10**18), ("step", 1e18), ("step", True), ("model", [1]),
-    ("model", {"a": 1}), ("optimizer", {}), ("optimizer", [1]), ("scaler", 7), ("best", [1]),
-    ("best", {"step": "x"}), ("bad_steps", 0), ("bad_steps", [1]), ("config", [1]), ("config", 1),
-    ("micro_batches", 0), ("micro_batches", "x"), ("lr", "x"), ("lr", math.nan), ("warmup", None),
-    ("data", [1]), ("data", {"n": "x"}), ("ema", {}), ("ema", {"shadow_params": [1]}),
-    ("init_from", 3), ("init_from", {}), ("seen", [1]), ("recent", 1), ("machine", 3),
-    ("versions", "x"), ("plan", [1]), ("lr", 10**400), ("recent", [10**400, 0]),
+    ("step", "x"), ("step", 1e18), ("step", True), ("model", [1]), ("model", {"a": 1}),
+    ("optimizer", {}), ("optimizer", [1]), ("bad_steps", 0), ("config", [1]), ("config", 1),
+    ("micro_batches", 0), ("micro_batches", "x"), ("lr", "x"), ("lr", math.nan), ("lr", 10**400),
+    ("warmup", None), ("data", [1]), ("data", {"n": "x"}), ("ema", {}),
+    ("ema", {"shadow_params": [1]}), ("init_from", 3), ("seen", [1]), ("recent", 1),
+    ("machine", 3), ("versions", "x"), ("plan", [1]),
     ("model", {"a": torch.zeros(2).to(torch.float8_e4m3fn)})])
 def test_a_checkpoint_with_a_value_that_cannot_be_is_not_continued(
         straight, fasta, tmp_path, key, value):
@@ -514,19 +509,19 @@ def test_a_run_goes_on_though_a_later_version_has_more_keys(fasta, straight, tmp
     assert "seen/residues" not in rows(tmp_path / "w")[-1]   # nobody knows
 
 
-def test_a_file_is_continued_in_another_folder_with_the_best_weights(fasta, tmp_path):
+def test_a_file_is_continued_in_another_folder_which_looks_for_the_best_weights_anew(
+        fasta, tmp_path):
     def to(steps):   # no evaluation after the first one is better
         return tiny(fasta, training__n_iters=steps, training__min_delta=9.0)
 
     run(to(12), tmp_path / "a")
-    a, b, c = (tmp_path / name / "checkpoints" for name in "abc")
-    shutil.copy(a / "last.pt", tmp_path / "step12.pt")
-    run(to(14), tmp_path / "b", resume=a / "last.pt")
-    assert (b / "best.pt").read_bytes() == (a / "best.pt").read_bytes()
+    last = tmp_path / "a" / "checkpoints" / "last.pt"
+    shutil.copy(last, tmp_path / "step12.pt")
+    run(to(14), tmp_path / "b", resume=last)
+    assert state_of(tmp_path / "b", "best.pt")["step"] == 14
     assert steps_of(tmp_path / "b") == [13, 14]
-    run(to(14), tmp_path / "c", resume=tmp_path / "step12.pt")   # beside which is no best.pt
-    assert state_of(tmp_path / "c", "best.pt")["step"] == 14
     run(to(14), tmp_path / "a")
+    assert state_of(tmp_path / "a", "best.pt")["step"] < 12
     same_weights(tmp_path / "a", tmp_path / "b")
     refused("holds a run already", to(14), tmp_path / "a", resume=tmp_path / "step12.pt")
 
@@ -543,15 +538,14 @@ def test_fresh_renames_the_former_run_and_starts_over(fasta, tmp_path):
 
 
 def test_the_lock_of_a_live_run_counts_and_a_dead_ones_is_taken_over(fasta, tmp_path):
-    hold = "from training.folder import RunLock; RunLock('w'); print('held', flush=True); input()"
+    hold = "from ddp_setup import *; lock = lock_folder('w'); print('held', flush=True); input()"
     with started([sys.executable, "-c", hold], cwd=tmp_path, stdin=subprocess.PIPE,
                  stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": ROOT}) as holder:
         assert holder.stdout.readline() == b"held\n"
         for options in ({}, {"fresh": True}):
             refused(f"in use by process {holder.pid} on ", tiny(fasta), tmp_path / "w", **options)
-        assert [p.name for p in tmp_path.rglob("*")] == ["w", "lock.json"]
+        assert [p.name for p in tmp_path.rglob("*")] == ["w", "lock"]
     run(tiny(fasta, training__n_iters=1), tmp_path / "w")
-    assert not (tmp_path / "w" / "lock.json").exists()
 
 
 # ---- start from weights ----
@@ -808,12 +802,6 @@ def test_the_plan_is_the_table_of_the_original_and_printed_by_one_rank(
     text = " ".join(text.split())
     assert "with 4, 64 rank(s) the warm-up lasts to the end (step 600)" in text
     assert "; linear decay over the last 50% of the steps" in text
-    write_status(tmp_path, 0, "all steps done", 5)   # Ctrl-C in a plan leaves it
-    os.utime(tmp_path / "status.json", (0, 0))   # before this start
-    monkeypatch.setattr(train_sedd_ddp, "describe_plan", mock.Mock(side_effect=KeyboardInterrupt))
-    with pytest.raises(SystemExit) as end:
-        plan(0, "1", "sedd_demo.yaml", "--work_dir", str(tmp_path))
-    assert end.value.code == 130 and read_status(tmp_path)["code"] == 0
 
 
 def test_bad_input_is_refused_with_one_message_and_leaves_nothing(straight, fasta, tmp_path):
@@ -856,7 +844,7 @@ def test_bad_input_is_refused_with_one_message_and_leaves_nothing(straight, fast
         ("graph.type=uniform model.parameterization=subs", "Use 'subs' with the absorbing graph"),
         ("model.n_heads=5", "n_heads = 5", "n_heads one of 1, 2, 4, 8, 16"),
         ("--plan 1,x", "--plan 1,x"),
-        *((f"--work_dir {folder} --ranks 2", "--ranks asks for 2") for folder in ("asked", "done")),
+        ("--work_dir done --ranks 2", "--ranks asks for 2"),
         ("--fresh --resume other.pt", "exclude each other"),
         ("--resume other.pt", "cannot read the checkpoint other.pt"),
         ("--init_from no.pt", "--init_from: there is no no.pt; expected a checkpoint"),
@@ -866,20 +854,17 @@ def test_bad_input_is_refused_with_one_message_and_leaves_nothing(straight, fast
           for fresh in ("", "--fresh"))]
     base = shlex.join(["--config", "c.yaml", "--work_dir", "new", *words(
         {**TINY, "data.file": fasta}, training__n_iters=1)])
-    # an outcome of steps stays; that of another start must not speak for the one that was refused
-    for folder, step in ("runs/typo", None), ("new", None), ("asked", None), ("done", 7):
-        write_status(tmp_path / folder, 75, "before", step)
+    (tmp_path / "done").mkdir()
+    before = '{"code": 75, "reason": "before", "step": 7}'
+    (tmp_path / "done" / "status.json").write_text(before)
     assert_refused("train_sedd_ddp", alone + [(f"{base} {text}", *said) for text, *said in more],
                    tmp_path)
-    for folder in ("runs/typo", "new", "asked"):
-        assert read_status(tmp_path / folder)["code"] == 2
-    assert read_status(tmp_path / "done") == {"code": 75, "reason": "before", "step": 7}
+    assert (tmp_path / "done" / "status.json").read_text() == before
 
 
 STOP_WHILE_LOADING = """
 real = script.load_data
 def load_data(*arguments):
-    assert '"code": null' in open("w/status.json").read()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGTERM)
     return real(*arguments)
@@ -892,19 +877,23 @@ finish.draw_curves = lambda _: [os.kill(os.getpid(), number) for number in (15, 
 
 
 @pytest.mark.parametrize("what, code, expected", [
-    (STOP_WHILE_LOADING, 75, r"SIGTERM on rank 1"), (STOP_AFTER_THE_END, 0, r"all steps done"),
-    ("sys.argv.append(f'data.file=file{rank}.fasta')", 2,
-     r'rank 1 on \S+ has data \(hash\) "\w+" \(rank 0: "\w+"\)\. ')])
-def test_what_one_rank_meets_before_the_training_ends_all_and_after_it_nothing(
+    (STOP_WHILE_LOADING, 75, "SIGTERM on rank 1"), (STOP_AFTER_THE_END, 0, "all steps done")])
+def test_a_signal_to_one_rank_stops_all_before_the_end_of_training_and_none_after_it(
         what, code, expected, fasta, tmp_path):
-    text = fasta.read_text()
-    (tmp_path / "file0.fasta").write_text(text)
-    (tmp_path / "file1.fasta").write_text(text[:text.rindex(">")])
-    write_status(tmp_path / "w", 75, "stopped")
     result = by_command(2, tiny(fasta), tmp_path, "w",
                         script=driver(tmp_path, "train_sedd_ddp", what))
     status = read_status(tmp_path / "w")
     assert (result.returncode, status["code"]) == (code, code), result.text
-    assert re.search(expected, status["reason"]) and "Traceback" not in result.stderr, result.text
-    said = re.findall(expected, result.stderr if code == 2 else result.stdout)
-    assert len(said) == (2 if code == 2 else 1), result.text      # each rank, without a guard
+    assert status["reason"].startswith(expected) and result.stdout.count(expected) == 1, result.text
+
+
+def test_data_that_differ_between_ranks_are_refused_once_and_leave_the_folder(fasta, tmp_path):
+    text = fasta.read_text()
+    (tmp_path / "file0.fasta").write_text(text)
+    (tmp_path / "file1.fasta").write_text(text[:text.rindex(">")])
+    code = "sys.argv.append(f'data.file=file{rank}.fasta')"
+    result = by_command(2, tiny(fasta), tmp_path, "w",
+                        script=driver(tmp_path, "train_sedd_ddp", code))
+    said = r'rank 1 on \S+ has data \(hash\) "\w+" \(rank 0: "\w+"\)\. '
+    assert result.returncode == 2 and len(re.findall(said, result.stderr)) == 1, result.text
+    assert "Traceback" not in result.stderr and not (tmp_path / "w").exists(), result.text

@@ -11,10 +11,10 @@ from ddp_setup import Ddp, load_checkpoint
 from toy_run import toy
 from training.config import CommonTraining, config_to_dict
 from training.log import RunLog
-from training.resume import (Former, check_checkpoint, check_data, check_fields, copy_best,
+from training.loop import save_wanted
+from training.resume import (Former, begin_best_anew, check_checkpoint, check_data,
                              count_micro_batches, find_checkpoint, hash_of, machine_differences,
                              refuse_other_script, save_run)
-from training.watch import close_run, save_every, save_wanted, watch_run
 
 
 @dataclasses.dataclass
@@ -45,21 +45,6 @@ def test_a_checkpoint_that_fits_is_accepted():
     config = Config(training=CommonTraining(log_freq=3))    # a key that may change
     check_checkpoint(saved(), ("model", "config"), config, ("training.log_freq",),
                      torch.nn.Linear(2, 2), "")
-
-
-@pytest.mark.parametrize("name, value", [
-    ("world_size", "x"), ("world_size", 0), ("epoch", -1), ("scaler", {"scale": "x"}),
-    ("sums", 3.0), ("sums", ["x"]), ("sums", [float("nan")]), ("start", "x"), ("fallen", "x"),
-    ("collapsed", 1), ("plan", 3), ("base", None)])
-def test_a_field_that_cannot_be_is_named(name, value):
-    with pytest.raises(ValueError, match=f"last.pt has values that cannot be: {name} is "):
-        check_fields("last.pt", {**saved().state, name: value})
-
-
-def test_fields_that_can_be_are_accepted():
-    check_fields("last.pt", {**saved().state, "world_size": 2, "sums": [1.0, -2.0], "start": None,
-                             "fallen": False, "collapsed": True, "scaler": {}})
-    check_fields("last.pt", {**saved().state, "start": -2.5, "scaler": {"scale": 65536.0}})
 
 
 def test_a_new_run_is_accepted():
@@ -136,23 +121,23 @@ def test_another_number_of_micro_batches_than_the_checkpoint_has_is_refused():
 def test_a_folder_that_is_no_run_is_refused(tmp_path):
     (tmp_path / "notes.txt").touch()
     with pytest.raises(ValueError, match="is not a run directory: it holds notes.txt"):
-        find_checkpoint(tmp_path, None, False, Config(), ())
+        find_checkpoint(tmp_path, None, False)
 
 
 def test_the_checkpoint_before_is_enough(tmp_path):
     """A run that was killed between two renames has no last.pt."""
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "last-1.pt").touch()
-    found = find_checkpoint(tmp_path, None, False, Config(), ())
+    found = find_checkpoint(tmp_path, None, False)
     assert found == str(tmp_path / "checkpoints" / "last.pt")
-    assert find_checkpoint(tmp_path, None, True, Config(), ()) is None
+    assert find_checkpoint(tmp_path, None, True) is None
 
 
 @pytest.mark.parametrize("target", ["nowhere", "last.pt"])
 def test_a_link_that_leads_nowhere_is_no_sign_of_a_new_run(target, tmp_path):
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "last.pt").symlink_to(target)
-    found = find_checkpoint(tmp_path, None, False, Config(), ())
+    found = find_checkpoint(tmp_path, None, False)
     with pytest.raises(ValueError, match="no checkpoint .*last.pt: (No such file|Too many levels)"):
         load_checkpoint(found)
 
@@ -162,7 +147,7 @@ def test_a_folder_in_place_of_a_file_of_the_run_is_refused_at_the_start(name, tm
     (tmp_path / "config.yaml").touch()
     (tmp_path / name).mkdir(parents=True)
     with pytest.raises(ValueError, match=f"{name} is a folder; expected a file there"):
-        find_checkpoint(tmp_path, None, False, Config(), ())
+        find_checkpoint(tmp_path, None, False)
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "samples"])
@@ -170,30 +155,24 @@ def test_a_file_in_place_of_a_folder_of_the_run_is_refused_at_the_start(name, tm
     (tmp_path / "config.yaml").touch()
     (tmp_path / name).touch()
     with pytest.raises(ValueError, match=f"{name} is no folder; expected one there"):
-        find_checkpoint(tmp_path, None, False, Config(), ())
+        find_checkpoint(tmp_path, None, False)
 
 
 def test_a_name_of_a_run_folder_that_is_too_long_is_refused(tmp_path):
     with pytest.raises(ValueError, match="cannot be made: File name too long"):
-        find_checkpoint(tmp_path / ("x" * 300), None, False, Config(), ())
-
-
-def test_best_weights_that_are_a_link_to_itself_are_not_found(best_of_step_3, tmp_path):
-    (tmp_path / "old" / "best.pt").unlink()
-    (tmp_path / "old" / "best.pt").symlink_to("best.pt")
-    assert not copy_best(tmp_path / "new", "best.pt", best_of_step_3, {"step": 3})
+        find_checkpoint(tmp_path / ("x" * 300), None, False)
 
 
 def test_no_run_starts_while_it_is_asked_to_stop(tmp_path):
     (tmp_path / "STOP").touch()
     with pytest.raises(ValueError, match="was asked to stop"):
-        find_checkpoint(tmp_path, None, False, Config(), ())
+        find_checkpoint(tmp_path, None, False)
 
 
 def test_a_run_that_is_begun_anew_does_not_heed_the_stop_of_the_former_one(tmp_path):
     (tmp_path / "STOP").touch()
     (tmp_path / "config.yaml").touch()
-    assert find_checkpoint(tmp_path, None, True, Config(), ()) is None
+    assert find_checkpoint(tmp_path, None, True) is None
 
 
 def test_another_machine_is_told_by_what_may_change_the_last_bits():
@@ -202,23 +181,23 @@ def test_another_machine_is_told_by_what_may_change_the_last_bits():
     assert machine_differences(state, Ddp()) == "world_size 4 -> 1, device another -> cpu"
 
 
-@pytest.fixture
-def best_of_step_3(tmp_path):
-    """Path of the last checkpoint of a run whose best.pt is of step 3."""
-    (tmp_path / "old" / "checkpoints").mkdir(parents=True)
-    torch.save({"step": 3}, tmp_path / "old" / "best.pt")
-    return tmp_path / "old" / "checkpoints" / "last.pt"
+def test_the_best_weights_are_those_of_the_run_folder(tmp_path):
+    for folder in ("here", "other"):
+        (tmp_path / folder / "checkpoints").mkdir(parents=True)
+        (tmp_path / folder / "checkpoints" / "last.pt").touch()
+    run = toy()
+    run.work_dir = tmp_path / "here"
 
+    def best_after(folder):
+        run.progress["best"] = {"step": 3, "score": 1.0}
+        run.continued_from = str(tmp_path / folder / "checkpoints" / "last.pt")
+        begin_best_anew(run, Ddp(), "best.pt")
+        return run.progress["best"]
 
-@pytest.mark.parametrize("step", [2, 4])
-def test_the_best_weights_of_another_step_are_not_taken(step, best_of_step_3, tmp_path):
-    assert not copy_best(tmp_path / "new", "best.pt", best_of_step_3, {"step": step})
-    assert not (tmp_path / "new").exists()
-
-
-def test_the_best_weights_of_the_step_are_taken(best_of_step_3, tmp_path):
-    assert copy_best(tmp_path / "new", "best.pt", best_of_step_3, {"step": 3})
-    assert torch.load(tmp_path / "new" / "best.pt", weights_only=True) == {"step": 3}
+    assert best_after("here") is None       # no file has them
+    (tmp_path / "here" / "best.pt").touch()
+    assert best_after("here") == {"step": 3, "score": 1.0}
+    assert best_after("other") is None      # the file here is of another run
 
 
 def test_the_hash_of_weights_depends_on_names_and_numbers_and_not_on_their_order():
@@ -255,13 +234,11 @@ def test_a_run_whose_folder_another_has_taken_saves_nothing(tmp_path):
 
 
 def test_the_minutes_until_a_checkpoint_begin_anew_with_each(tmp_path):
-    run = toy()
+    run = toy(snapshot_minutes=2)
     run.config = Config()
     run.work_dir = tmp_path
-    ddp = Ddp()
-    watch_run(ddp, minutes=0)
-    save_every(ddp, minutes=2)
-    ddp.state.record.saved_at -= 130
-    save_run(run, RunLog(tmp_path, True, 9), ddp, "last.pt")
-    assert not save_wanted(ddp)
-    close_run(ddp)
+    run.saved_at -= 130
+    assert save_wanted(run, Ddp())
+    assert not save_wanted(run, Ddp(rank=1, world_size=2))   # the clock of rank 0 decides
+    save_run(run, RunLog(tmp_path, True, 9), Ddp(), "last.pt")
+    assert not save_wanted(run, Ddp())
