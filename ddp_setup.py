@@ -1403,10 +1403,11 @@ def _abort(ddp, text, code, cause, advise, perhaps_lost):  # noqa: PLR0913
     _tell_guard(ddp, spoken=True, limit=CLOSING)
     watch = ddp.state.watch
     if watch is not None:
-        for number in watch.handlers:
-            signal.signal(number, signal.SIG_DFL)   # the launcher's SIGTERM must end this rank
-        if perhaps_lost and watch.terminated:
-            os._exit(code)   # the launcher has ended all because of another rank
+        with contextlib.suppress(ValueError):   # not the main thread
+            for number in watch.handlers:
+                signal.signal(number, signal.SIG_DFL)   # the launcher's SIGTERM must end this rank
+        if perhaps_lost and watch.terminated and watch.run_dir is None:
+            os._exit(code)   # the launcher has ended all because of another rank, which has spoken
     if ddp.world_size > 1 and (perhaps_lost or not ddp.is_main):
         time.sleep(CULPRIT_FIRST)
     if _is_first_to_speak(ddp):
@@ -1588,8 +1589,10 @@ def _take_folder(ddp, watch, run_dir):
             watch.lock.close()
         try:
             watch.lock = lock_folder(run_dir)
-        except (ValueError, OSError) as error:
+        except ValueError as error:
             problem = str(error)
+        except OSError as error:
+            problem = f"cannot write into {run_dir}: {error.strerror}"
     problem = broadcast(problem, ddp)
     if problem:
         raise ValueError(problem)
