@@ -1825,7 +1825,8 @@ def _load_on_all_ranks(path, ddp):
     """See load_checkpoint."""
     path = os.fspath(path)
     note_progress(ddp)
-    used, data, state, troubles = None, None, None, []
+    used = data = state = None
+    troubles = []
     if ddp.is_main:
         used, data, state, troubles = _read_newest(path)
     used, size, troubles = broadcast((used, len(data or b""), troubles), ddp)
