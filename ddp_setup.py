@@ -1550,7 +1550,7 @@ class Watch:
 
 def lock_folder(folder: str | os.PathLike) -> IO:
     """Take the lock of a folder: FOLDER/lock, which the kernel gives back when this process ends or
-    closes the file. It holds who has it, in words.
+    closes the file. It may hold who that is, in words, see start_watch.
 
     A lock of POSIX: unlike flock's it is not kept by forked workers that outlive this process. It
     holds across hosts where the file system has such locks; where it has none, a line says so.
@@ -1570,10 +1570,6 @@ def lock_folder(folder: str | os.PathLike) -> IO:
     except OSError as error:
         print(f"ATTENTION: {folder} is on a file system without locks ({error.strerror}): nothing "
               f"keeps a second run out", flush=True)
-    jobs = [f", job {os.environ[name]}" for name in JOBS.split() if name in os.environ]
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}{''.join(jobs)}\n")
-    file.flush()
     return file
 
 
@@ -1583,8 +1579,13 @@ def _take_folder(ddp, watch, run_dir):
     if ddp.is_main:
         if watch.lock is not None:   # of an earlier watch
             watch.lock.close()
+        jobs = [f", job {os.environ[name]}" for name in JOBS.split() if name in os.environ]
         try:
-            watch.lock = lock_folder(run_dir)
+            lock = lock_folder(run_dir)
+            lock.truncate(0)
+            lock.write(f"process {os.getpid()} on {ddp.host}{''.join(jobs)}\n")
+            lock.flush()
+            watch.lock = lock
         except ValueError as error:
             problem = str(error)
         except OSError as error:
