@@ -1027,6 +1027,14 @@ def _place_of_rank_0(ddp, env):
     return Address(host, _computed_port(ddp, env), "by the launcher's id")
 
 
+def _seen_from_outside(ddp, host):
+    """`host`, or this host's own address where the name means the loopback here, as Debian maps a
+    host's own name: other hosts could not reach that."""
+    if ddp.on_one_host or not _resolved(host).startswith("127."):
+        return host
+    return _own_address()
+
+
 def _computed_port(ddp, env):
     """A port that all ranks of this launch compute alike, below the kernel's ephemeral ports."""
     name = _launch_name(ddp, env)
@@ -1078,7 +1086,6 @@ def _own_address():
         names = [f"{host}.hsn.cm.aurora.alcf.anl.gov", f"{host}.hsn.cm.polaris.alcf.anl.gov", host]
     for name in names:
         address = _resolved(name)
-        # Debian maps a host's own name to 127.0.1.1.
         if address and not address.startswith("127."):
             return address
     return _route_to("192.0.2.1") or LOOPBACK   # any outside address: the default route
