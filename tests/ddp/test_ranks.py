@@ -173,18 +173,27 @@ with setup_ddp(quiet=True, init_timeout=10.0) as ddp:
     assert (done.returncode, done.stdout) == (0, "2.0\n" * 2), done.text
 
 
-def test_a_single_rank_that_fails_leaves_the_shell_of_salloc_alone(tmp_path):
-    """That shell is a Slurm step of one task."""
+STEP_OF_ONE_TASK = {"SLURM_JOB_ID": 77, "SLURM_STEP_ID": 4294967290, "SLURM_PROCID": 0,
+                    "SLURM_LOCALID": 0, "SLURM_NTASKS": 4, "SLURM_STEP_NUM_TASKS": 1}
+TELL_THE_GUARD = """
+pipe = int(os.environ["DDP_GUARD_FD"].partition(":")[0])
+os.write(pipe, b'{"slurm_step": "77.0", "rank": 1, "size": 2}' + bytes([10]))
+"""
+
+
+@pytest.mark.parametrize("text, cancelled", [
+    ("setup_ddp(quiet=True)\nsys.exit(1)", False),    # in the shell of salloc
+    (TELL_THE_GUARD + "sys.exit(1)", True),
+    (TELL_THE_GUARD + "os.kill(os.getppid(), 15)\ntime.sleep(60)", False)])
+def test_the_guard_of_one_of_several_ranks_cancels_their_step_unless_slurm_does(
+        text, cancelled, tmp_path):
     (tmp_path / "scancel").write_text("#!/bin/sh\ntouch was_called\n")
     (tmp_path / "scancel").chmod(0o755)
-    env = clean_environment(env={
-        "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": ROOT,
-        "SLURM_JOB_ID": 77, "SLURM_STEP_ID": 4294967290, "SLURM_PROCID": 0, "SLURM_LOCALID": 0,
-        "SLURM_NTASKS": 4, "SLURM_STEP_NUM_TASKS": 1})
-    done = subprocess.run(
-        [sys.executable, "-m", "ddp_guard", script(tmp_path, "setup_ddp(quiet=True)\nsys.exit(1)")],
-        cwd=tmp_path, env=env, timeout=600)
-    assert done.returncode == 1 and not (tmp_path / "was_called").exists()
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    env = clean_environment(env={"PATH": path, "PYTHONPATH": ROOT, **STEP_OF_ONE_TASK})
+    subprocess.run([sys.executable, "-m", "ddp_guard", script(tmp_path, text)], cwd=tmp_path,
+                   env=env, timeout=600)
+    assert (tmp_path / "was_called").exists() == cancelled
 
 
 # ---------------------------------------------------------------- checkpoints
