@@ -171,6 +171,7 @@ class Guard:
         self.text = b""              # read from the pipe: a line that is not complete
         self.known = Known()
         self.ending = False          # the rank is being ended: no signal is passed on any more
+        self.terminated = False      # by SIGTERM, such as that of scancel for all ranks
         self.interrupted = None      # time of the first Ctrl-C
         self.terminal = False        # True: the terminal itself sends Ctrl-C to the rank
         with contextlib.suppress(OSError):    # no terminal, or not ours
@@ -210,6 +211,8 @@ class Guard:
 
     def pass_on(self, number, _):
         """Pass a signal on to the rank: SIGHUP, of a closed terminal, as a SIGTERM."""
+        if number == signal.SIGTERM:
+            self.terminated = True
         if self.ending and number in (signal.SIGTERM, signal.SIGINT):
             self.rank.kill()
             os._exit(128 + number)
@@ -303,7 +306,7 @@ class Guard:
         """Ask those launchers to end all ranks that would not do so for an exit code."""
         with contextlib.suppress(KeyError, ValueError, OSError):    # MPICH, Intel MPI
             os.write(int(os.environ["PMI_FD"]), b"cmd=abort exitcode=%d\n" % code)
-        if self.known.slurm_step:
+        if self.known.slurm_step and not self.terminated:   # else Slurm is ending them already
             with contextlib.suppress(OSError, subprocess.SubprocessError):    # missing, or hangs
                 subprocess.run(["scancel", self.known.slurm_step], timeout=SCANCEL)
 

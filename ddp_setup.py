@@ -686,8 +686,10 @@ def _is_slurm_step(place, env):
 
 
 def _slurm_step_of(ddp, env):
-    """The name by which Slurm knows the step of all these ranks, such as 77.0, or ""."""
-    if not _is_slurm_step(ddp, env):
+    """The name by which Slurm knows the step of all these ranks, such as 77.0, or "".
+
+    A single rank has no others that must end with it. Its step may be the shell of salloc."""
+    if ddp.world_size == 1 or not _is_slurm_step(ddp, env):
         return ""
     return f"{env['SLURM_JOB_ID']}.{env['SLURM_STEP_ID']}"
 
@@ -1037,16 +1039,17 @@ def _seen_from_outside(ddp, host):
 
 def _computed_port(ddp, env):
     """A port that all ranks of this launch compute alike, below the kernel's ephemeral ports."""
-    name = _launch_name(ddp, env)
+    jobs = [env[name] for name in JOBS.split() if env.get(name)]
+    name = "-".join([*jobs, _launch_name(ddp, env)])
     if ddp.on_one_host and not LAUNCHERS[ddp.launcher].launch:
         name += f" {_launcher_process(ddp)}"
     return 10000 + seed_for(f"{ddp.launcher} {name} {ddp.world_size}") % 20000
 
 
 def _launch_name(ddp, env):
-    """What tells this launch from others: the identifiers that the launcher and the batch system
-    give it, if any."""
-    names = f"{JOBS} {LAUNCHERS[ddp.launcher].launch} TORCHELASTIC_RESTART_COUNT"
+    """What tells this launch from others: the identifiers that its launcher gives to all ranks, if
+    any. Those of the job may be known on rank 0's host only, where ssh has started the others."""
+    names = f"{LAUNCHERS[ddp.launcher].launch} TORCHELASTIC_RESTART_COUNT"
     if _is_slurm_step(ddp, env):   # perhaps beside another row
         names += f" {LAUNCHERS['Slurm step'].launch}"
     return "-".join(env[name] for name in names.split() if env.get(name))

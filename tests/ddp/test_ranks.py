@@ -1,12 +1,16 @@
 """Do several ranks meet, agree, save, load and end together, and are those that lack named?
 
 The ranks are forked, without a launcher: see test_ddp_launch.py for those."""
+import os
 import signal
 import socket
+import subprocess
+import sys
 
 import pytest
 
-from launchers import ROOT, ForkedRanks, fork_ranks, own_tracebacks, read_status
+from launchers import (ROOT, ForkedRanks, clean_environment, fork_ranks, free_port, own_tracebacks,
+                       read_status)
 
 HEAD = f"""
 import os, signal, sys, time
@@ -156,6 +160,40 @@ setup_ddp(quiet=True, init_timeout=2.0)
     assert done.returncode == 1, done.text
     assert (f"2 of 4 ranks did not appear within 2 s: rank(s) 1, 3. The others are on {HOST}. "
             in done.stderr.splitlines()[-1]), done.text
+
+
+def test_ranks_meet_where_only_the_host_of_rank_0_knows_the_number_of_the_job(tmp_path):
+    """mpirun starts the ranks of other hosts by ssh, which does not pass PBS_JOBID on."""
+    done = run(2, """
+if os.environ["RANK"] == "0":
+    os.environ["PBS_JOBID"] = "7.server"
+with setup_ddp(quiet=True, init_timeout=10.0) as ddp:
+    print(all_sum(1, ddp), flush=True)
+""", tmp_path, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
+    assert (done.returncode, done.stdout) == (0, "2.0\n" * 2), done.text
+
+
+STEP_OF_ONE_TASK = {"SLURM_JOB_ID": 77, "SLURM_STEP_ID": 4294967290, "SLURM_PROCID": 0,
+                    "SLURM_LOCALID": 0, "SLURM_NTASKS": 4, "SLURM_STEP_NUM_TASKS": 1}
+TELL_THE_GUARD = """
+pipe = int(os.environ["DDP_GUARD_FD"].partition(":")[0])
+os.write(pipe, b'{"slurm_step": "77.0", "rank": 1, "size": 2}' + bytes([10]))
+"""
+
+
+@pytest.mark.parametrize("text, cancelled", [
+    ("setup_ddp(quiet=True)\nsys.exit(1)", False),    # in the shell of salloc
+    (TELL_THE_GUARD + "sys.exit(1)", True),
+    (TELL_THE_GUARD + "os.kill(os.getppid(), 15)\ntime.sleep(60)", False)])
+def test_the_guard_of_one_of_several_ranks_cancels_their_step_unless_slurm_does(
+        text, cancelled, tmp_path):
+    (tmp_path / "scancel").write_text("#!/bin/sh\ntouch was_called\n")
+    (tmp_path / "scancel").chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    env = clean_environment(env={"PATH": path, "PYTHONPATH": ROOT, **STEP_OF_ONE_TASK})
+    subprocess.run([sys.executable, "-m", "ddp_guard", script(tmp_path, text)], cwd=tmp_path,
+                   env=env, timeout=600)
+    assert (tmp_path / "was_called").exists() == cancelled
 
 
 # ---------------------------------------------------------------- checkpoints
