@@ -442,6 +442,12 @@ def seconds_until(condition, limit):
     return time.monotonic() - start - (stolen_seconds() - stolen)
 
 
+def read_status(run_dir):
+    """status.json of a run folder; {} if there is none."""
+    path = Path(run_dir) / "status.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
 def await_that(condition, seconds, what):
     """Return once `condition()` is true; AssertionError with what() if that takes too long."""
     seconds_until(condition, seconds)
