@@ -87,6 +87,7 @@ class Ddp:
     device: torch.device = torch.device("cpu")
     backend: str = "none"
     launcher: str = "plain process"
+    slurm_step: str = ""                # of all ranks, such as 77.0, if srun has started them
     seed: int = 0
     host: str = ""
     hosts: tuple[str, ...] = ()         # of each rank
@@ -538,12 +539,13 @@ JOBS = "SLURM_JOB_ID PBS_JOBID"   # of batch systems; PBS' holds the index withi
 
 
 class Claim(NamedTuple):
-    """What one row of LAUNCHERS says of this process; None: nothing."""
+    """What a row of LAUNCHERS, or mpi4py, says of this process; None: nothing."""
     launcher: str
     rank: int
     size: int | None
-    local_rank: int | None
-    local_size: int | None
+    local_rank: int | None = None
+    local_size: int | None = None
+    slurm_step: str | None = None
 
     def agrees(self, other: "Claim") -> bool:
         """Whether both may be of one launch, as of srun and of its PMI."""
@@ -564,10 +566,90 @@ def detect_launcher(env: dict, mpi: tuple[int, int] | None = None) -> Ddp:
     Raises: SetupError, with what was seen, where variables are incomplete or disagree. Going on as
         a single process would end with exit code 0 and a wrong result.
     """
-    claims = _claims(env)
-    chosen = _choose(claims, env, mpi)
+    claims = _claims(env, mpi)
+    chosen = _choose(claims, env)
     if chosen is None:
         return _plain_process(env)
+    notes = [f"launcher {chosen.launcher}: rank {chosen.rank} of {chosen.size}, local rank "
+             f"{chosen.local_rank}"]
+    for other in claims:
+        if other.agrees(chosen):
+            continue
+        _refuse_contradiction(chosen, other, env)
+        notes.append(f"outer launcher {other.launcher} says rank {other.rank} of {other.size}: "
+                     f"not used")
+    _refuse_incomplete(chosen, env)
+    local_size = chosen.local_size
+    if chosen.size == 1 or (chosen.slurm_step and _int(env, "SLURM_STEP_NUM_NODES") == 1):
+        local_size = chosen.size   # Slurm sets no plain number for this
+    node_rank = 0 if chosen.size == 1 else None   # of several ranks: known when they meet
+    return Ddp(chosen.rank, chosen.size, chosen.local_rank, local_size, node_rank,
+               launcher=chosen.launcher, slurm_step=chosen.slurm_step or "", notes=tuple(notes))
+
+
+def _claims(env, mpi=None):
+    """The Claims of mpi4py and of all rows of LAUNCHERS whose variable for the rank is set."""
+    claims = []
+    for name, row in LAUNCHERS.items():
+        rank = _first_int(env, row.rank)
+        has_needed = any(env.get(name, "").strip() for name in row.needs.split())
+        if rank is None or (row.needs and not has_needed):
+            continue
+        step = None
+        if name == "Slurm step":
+            step = f"{env.get('SLURM_JOB_ID', '')}.{env['SLURM_STEP_ID']}"
+        claims.append(Claim(name, rank, _first_int(env, row.size), _first_int(env, row.local_rank),
+                            _first_int(env, row.local_size), step))
+    if mpi is not None:
+        claims.append(Claim("mpi4py", *mpi))
+    return claims
+
+
+def _choose(claims, env):
+    """The Claim that counts, with what others lend it; None: this is a plain process.
+
+    Rank 0 of 1 does not count: it is what salloc's own shell has, or PMI that a step of one task
+    has left. It does if set on purpose, by torchrun or DDP_* variables."""
+    candidates = []
+    for claim in claims:
+        by_torchrun = claim.launcher == "torchrun" and env.get("TORCHELASTIC_RUN_ID")
+        on_purpose = by_torchrun or claim.launcher == "DDP_* variables"
+        claim = _completed(claim, claims, env)
+        is_alone = claim.rank == 0 and claim.size == 1
+        if claim.launcher in LAUNCHERS and (on_purpose or not is_alone):
+            candidates.append(claim)
+    for claim in candidates:
+        if claim.size is not None and claim.local_rank is not None:
+            return claim
+    return candidates[0] if candidates else None   # what it lacks is named by the caller
+
+
+def _completed(claim, claims, env):
+    """A Claim, with what it lacks from those that agree with it."""
+    for other in claims:
+        if other.agrees(claim):
+            lent = {name: value for name, value in other._asdict().items()
+                    if getattr(claim, name) is None}
+            claim = claim._replace(**lent)
+    if claim.size is None:
+        claim = claim._replace(size=_int(env, "DDP_WORLD_SIZE"))
+    return claim
+
+
+def _refuse_contradiction(chosen, other, env):
+    """Raise SetupError if a Claim that disagrees with the chosen one is not just of an outer
+    launcher: it is mpi4py's, or torchrun's variables were exported by hand under an MPI."""
+    by_hand = chosen.launcher == "torchrun" and not env.get("TORCHELASTIC_RUN_ID")
+    if other.launcher == "mpi4py" or (by_hand and LAUNCHERS[other.launcher].mpi):
+        raise SetupError(
+            f"{chosen.launcher} says rank {chosen.rank} of {chosen.size}, {other.launcher} says "
+            f"rank {other.rank} of {other.size}. Expected the same. Unset what is left over from "
+            f"another launcher. If mpi4py differs, it was probably built for another MPI: "
+            f"reinstall it, or set DDP_MPI4PY=0. {_seen(env)}")
+
+
+def _refuse_incomplete(chosen, env):
+    """Raise SetupError if a Claim lacks something, or cannot be."""
     if chosen.size is None:
         raise SetupError(
             f"{chosen.launcher} started rank {chosen.rank} but sets no number of ranks. Expected "
@@ -579,88 +661,11 @@ def detect_launcher(env: dict, mpi: tuple[int, int] | None = None) -> Ddp:
             f"its number within the host. {_seen(env)}. Expected for example "
             f"{LAUNCHERS[chosen.launcher].local_rank}. Unset what was exported by hand, or set "
             f"DDP_RANK, DDP_WORLD_SIZE and DDP_LOCAL_RANK.")
-    _refuse_contradictions(chosen, claims, env, mpi)
     most = chosen.local_size or chosen.size
     if not 0 <= chosen.rank < chosen.size or not 0 <= chosen.local_rank < most:
         raise SetupError(f"{chosen.launcher}: rank {chosen.rank} and local rank "
                          f"{chosen.local_rank} of {chosen.size}; expected 0 to "
                          f"{chosen.size - 1}. {_seen(env)}")
-    local_size = chosen.local_size
-    slurm_on_one_node = _is_slurm_step(chosen, env) and _int(env, "SLURM_STEP_NUM_NODES") == 1
-    if chosen.size == 1 or slurm_on_one_node:
-        local_size = chosen.size   # Slurm sets no plain number for this
-    notes = [f"launcher {chosen.launcher}: rank {chosen.rank} of {chosen.size}, local rank "
-             f"{chosen.local_rank}"]
-    for other in claims:
-        if not other.agrees(chosen):
-            notes.append(f"outer launcher {other.launcher} says rank {other.rank} of "
-                         f"{other.size}: not used")
-    node_rank = 0 if chosen.size == 1 else None   # of several ranks: known when they meet
-    return Ddp(chosen.rank, chosen.size, chosen.local_rank, local_size, node_rank,
-               launcher=chosen.launcher, notes=tuple(notes))
-
-
-def _claims(env):
-    """The Claims of all rows of LAUNCHERS whose variable for the rank is set."""
-    claims = []
-    for name, row in LAUNCHERS.items():
-        rank = _first_int(env, row.rank)
-        has_needed = any(env.get(name, "").strip() for name in row.needs.split())
-        if rank is None or (row.needs and not has_needed):
-            continue
-        claims.append(Claim(name, rank, _first_int(env, row.size), _first_int(env, row.local_rank),
-                            _first_int(env, row.local_size)))
-    return claims
-
-
-def _choose(claims, env, mpi):
-    """The Claim that counts, with what others lend it; None: this is a plain process.
-
-    A size of 1 counts only if nothing says more: it is what salloc's own shell has, or PMI that a
-    step of one task has left. torchrun's own 1 counts: it starts one rank on purpose."""
-    complete = [_completed(claim, claims, env, mpi) for claim in claims]
-    several = [claim for claim in complete if claim.size != 1 or claim.rank != 0]
-    for claim in complete:
-        by_torchrun = claim.launcher == "torchrun" and env.get("TORCHELASTIC_RUN_ID")
-        if claim.size == 1 and (by_torchrun or claim.launcher == "DDP_* variables"):
-            return claim
-        if claim in several and claim.size is not None and claim.local_rank is not None:
-            return claim
-    return several[0] if several else None   # one that lacks something, which the caller names
-
-
-def _completed(claim, claims, env, mpi):
-    """A Claim, with what it lacks from those that agree with it."""
-    for other in claims:
-        if other.agrees(claim):
-            claim = claim._replace(
-                size=claim.size if claim.size is not None else other.size,
-                local_rank=claim.local_rank if claim.local_rank is not None else other.local_rank,
-                local_size=claim.local_size or other.local_size)
-    if claim.size is None:
-        claim = claim._replace(size=_int(env, "DDP_WORLD_SIZE") or (mpi and mpi[1]))
-    return claim
-
-
-def _refuse_contradictions(chosen, claims, env, mpi):
-    """Raise SetupError if rank or number of ranks are told in two ways."""
-    places = {chosen.launcher: (chosen.rank, chosen.size)}
-    if mpi is not None:
-        places["mpi4py"] = mpi
-    wanted = _int(env, "DDP_WORLD_SIZE")
-    if wanted is not None:
-        places["DDP_WORLD_SIZE"] = (chosen.rank, wanted)
-    if chosen.launcher == "torchrun" and not env.get("TORCHELASTIC_RUN_ID"):   # exported by hand
-        for other in claims:
-            if LAUNCHERS[other.launcher].mpi and other.size:
-                places[other.launcher] = (other.rank, other.size)
-    if len(set(places.values())) > 1:
-        said = ", ".join(f"{who} says rank {rank} of {size}"
-                         for who, (rank, size) in places.items())
-        raise SetupError(
-            f"{said}. Expected the same. Unset what is left over from another launcher. If mpi4py "
-            f"differs, it was probably built for another MPI: reinstall it, or set DDP_MPI4PY=0. "
-            f"{_seen(env)}")
 
 
 def _plain_process(env):
@@ -671,24 +676,6 @@ def _plain_process(env):
                      f"and this is ONE process in its shell. To start all: srun python "
                      f"{os.path.basename(sys.argv[0]) or '...'}")
     return Ddp(notes=tuple(notes))
-
-
-def _is_slurm_step(place, env):
-    """Whether srun has started this rank, perhaps beside another row that agrees, as Cray's PMI.
-
-    place: a Claim or Ddp."""
-    if not env.get("SLURM_STEP_ID"):
-        return False
-    row = LAUNCHERS["Slurm step"]
-    size = place.size if isinstance(place, Claim) else place.world_size
-    return (_first_int(env, row.rank), _first_int(env, row.size)) == (place.rank, size)
-
-
-def _slurm_step_of(ddp, env):
-    """The name by which Slurm knows the step of all these ranks, such as 77.0, or ""."""
-    if not _is_slurm_step(ddp, env):
-        return ""
-    return f"{env['SLURM_JOB_ID']}.{env['SLURM_STEP_ID']}"
 
 
 def _int(env, name):
@@ -884,7 +871,7 @@ def _set_up(device, backend, seed, ranks, timeout, init_timeout, ipex):  # noqa:
     _refuse_other_size(ddp, "DDP_WORLD_SIZE", _int(env, "DDP_WORLD_SIZE"))
     ddp = replace(ddp, seed=seed, host=socket.gethostname(), timeout=timeout,
                   state=State(mpi=mpi, ipex=ipex, guard=_pipe_to_guard()))
-    _tell_guard(ddp, rank=ddp.rank, host=ddp.host, slurm_step=_slurm_step_of(ddp, env))
+    _tell_guard(ddp, rank=ddp.rank, host=ddp.host, slurm_step=ddp.slurm_step)
     _write_stacks_to(None, ddp)
     error = ""
     try:
@@ -935,11 +922,10 @@ def _print_notes(ddp):
 def _start_mpi(env, limit):
     """COMM_WORLD of mpi4py; None where it is absent, unwanted or not needed. Importing it calls
     MPI_Init, which hangs or gives a wrong rank in a process that no MPI launcher started."""
-    claim = _choose(_claims(env), env, None)
+    claim = _choose(_claims(env), env)
     if claim is None or not LAUNCHERS[claim.launcher].mpi or env.get("DDP_MPI4PY") == "0":
         return None
-    finds_rank_0 = (env.get("MASTER_ADDR") and env.get("MASTER_PORT")) or _is_slurm_step(claim, env)
-    if claim.size is not None and finds_rank_0:
+    if claim.size is not None and (env.get("MASTER_ADDR") or claim.slurm_step):   # finds rank 0
         return None
     try:
         import mpi4py
@@ -1004,15 +990,14 @@ def _place_of_rank_0(ddp, env):
     if not 0 <= port < 1 << 16:   # 10000 + a job's number may be too large
         raise SetupError(f"MASTER_PORT={port} is no port; expected 1024 to 65535. Leave it unset "
                          f"to have one found.")
-    by_mpi = " by MPI broadcast" if ddp.state.mpi is not None else ""
     if env.get("MASTER_ADDR"):
-        return Address(env["MASTER_ADDR"], port or 29500, f"from MASTER_ADDR{by_mpi}")
-    if by_mpi:
+        return Address(env["MASTER_ADDR"], port or 29500, "from MASTER_ADDR")
+    if ddp.state.mpi is not None:
         host = LOOPBACK if ddp.on_one_host else _own_address()
-        return Address(host, port, by_mpi.strip())
+        return Address(host, port, "by MPI broadcast")
     if ddp.on_one_host:
         host = LOOPBACK
-    elif _is_slurm_step(ddp, env):
+    elif ddp.slurm_step:
         host = _first_host(env.get("SLURM_STEP_NODELIST", ""))
     else:
         raise SetupError(
@@ -1034,7 +1019,7 @@ def _launch_name(ddp, env):
     """What tells this launch from others: identifiers of the job and of the launch, or else, on one
     host, the launcher's process id."""
     names = f"{JOBS} {LAUNCHERS[ddp.launcher].launch} TORCHELASTIC_RESTART_COUNT"
-    if _is_slurm_step(ddp, env):   # perhaps beside another row
+    if ddp.slurm_step:   # perhaps beside another row
         names += f" {LAUNCHERS['Slurm step'].launch}"
     found = [env[name] for name in names.split() if env.get(name)]
     if not LAUNCHERS[ddp.launcher].launch and ddp.on_one_host:
@@ -1459,10 +1444,9 @@ def _end_others(ddp, code):
     time.sleep(0.5)   # for MPICH to forward what was printed: MPI_Abort drops the rest
     if ddp.state.mpi is not None:
         ddp.state.mpi.Abort(code)
-    step = _slurm_step_of(ddp, os.environ)
-    if step:
+    if ddp.slurm_step:
         with contextlib.suppress(OSError, subprocess.SubprocessError):   # it is missing, or hangs
-            subprocess.run(["scancel", step], timeout=30)
+            subprocess.run(["scancel", ddp.slurm_step], timeout=30)
     if LAUNCHERS[ddp.launcher].mpi:
         os.abort()   # MPICH ends all ranks when one dies of a signal, not for an exit code
 
