@@ -470,15 +470,13 @@ def load_checkpoint(path: str | os.PathLike, ddp: Ddp | None = None) -> Any:
     return _load_on_all_ranks(path, ddp)
 
 
-def abort(ddp: Ddp, text: str, code: int = 1, cause: str = "", advise: bool = True) -> None:
-    """Print `text` once, with the rank, and end every rank; in a notebook, raise SystemExit.
+def abort(ddp: Ddp, text: str, code: int = 1) -> None:
+    """Print `text` once, with the rank, and end every rank; in a notebook, raise SystemExit. The
+    last line, and status.json, have the first line of the text.
 
-    Args:
-        text: "": nothing is printed, as the caller has said why.
-        code: exit code of every rank, as far as the launcher passes it on.
-        cause: one line for status.json and the last line; default: the first line of the text.
-        advise: can the same command continue the run? Then the last line says so."""
-    _abort(ddp, text, code, cause or text.partition("\n")[0], advise, perhaps_lost=False)
+    text: "": nothing is printed, as the caller has said why.
+    code: exit code of every rank, as far as the launcher passes it on."""
+    _end_all(ddp, End(text, code))
 
 
 def cleanup_ddp(ddp: Ddp) -> None:
@@ -495,7 +493,7 @@ def cleanup_ddp(ddp: Ddp) -> None:
         atexit.unregister(_at_exit)
         _close_connections(ddp)
     except RuntimeError as error:   # perhaps another rank has died
-        _abort_with(ddp, error)
+        _end_all(ddp, _end_by(error))
     _tell_guard(ddp, left=True, limit=2 * CLOSING)   # a profiler may still write its traces
     setup_ddp.current = None
 
@@ -1280,7 +1278,7 @@ def _listed(items):
 
 
 # ---------------------------------------------------------------- one fails, all end
-#   a rank fails, in any of these ways          it waits for its turn (see _abort), prints its text
+#   a rank fails, in any of these ways          it waits its turn (see _end_all), prints its text
 #     an exception leaves `with ddp`      \     and `FAILED: rank R of N on HOST: cause`, notes that
 #     Python ends without cleanup_ddp      >    in status.json, and exits. The launcher ends the
 #     the script calls abort              /     others: by exit code, MPI_Abort, scancel
@@ -1314,7 +1312,7 @@ def _set_exception_hook(ddp):
     def end_all(kind, error, tb):
         is_rank = os.getpid() == ddp.state.pid
         if is_rank and not ddp.state.clean and not _alone_in_a_notebook(ddp):
-            _abort_with(ddp, error)
+            _end_all(ddp, _end_by(error))
         before(kind, error, tb)
 
     sys.excepthook = end_all
@@ -1322,56 +1320,59 @@ def _set_exception_hook(ddp):
 
 def _leave_context(ddp, error):
     """The end of `with ddp`. error: the exception that leaves it, or None."""
-    in_good_order = error is None
-    if isinstance(error, SystemExit):
-        in_good_order = error.code in (None, 0)
-    if in_good_order:
+    left_by_exit = isinstance(error, SystemExit) and error.code in (None, 0)
+    if error is None or left_by_exit:
         cleanup_ddp(ddp)
     elif _alone_in_a_notebook(ddp):   # there is no other rank to end, and the kernel goes on
         end_watch(ddp, 1, f"{type(error).__name__}: {error}")
     else:
-        _abort_with(ddp, error)
+        _end_all(ddp, _end_by(error))
 
 
 def _at_exit(ddp):
-    """Python ends without cleanup_ddp. It closes connections a second before its process is gone:
-    too early for the guard to say so first."""
-    if os.getpid() != ddp.state.pid:
-        return
-    error = getattr(sys, "last_value", None)
-    if error is not None:   # nobody caught it, and a library's own hook has printed it
-        abort(ddp, _in_one_line(error))
-    if ddp.world_size > 1 and ddp.state.guard is None:
+    """Python ends without cleanup_ddp: a guard, if there is one, says so."""
+    is_rank = os.getpid() == ddp.state.pid
+    if is_rank and ddp.world_size > 1 and ddp.state.guard is None:
         abort(ddp, "ended without cleanup_ddp. Call it at the end, or use `with setup_ddp()`.")
 
 
-def _abort_with(ddp, error):
-    """End all ranks because of an exception in this one."""
+class End(NamedTuple):
+    """Why a rank ends."""
+    text: str                    # to print; "": nothing
+    code: int = 1
+    cause: str = ""              # for the last line and status.json; "": the first line of the text
+    advise: bool = True          # can the same command go on from the last checkpoint?
+    perhaps_lost: bool = False   # this may be the consequence of another rank's end
+
+
+def _end_by(error):
+    """The End by an exception."""
     if isinstance(error, KeyboardInterrupt):
-        abort(ddp, "interrupted (Ctrl-C)", INTERRUPTED)
+        return End("interrupted (Ctrl-C)", INTERRUPTED)
     if isinstance(error, SystemExit) and isinstance(error.code, str):
-        abort(ddp, error.code)
+        return End(error.code)
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else 1
-        abort(ddp, f"left with exit code {error.code}", code)
+        return End(f"left with exit code {error.code}", code)
     if getattr(error, "expected", False):   # an attribute of exceptions that are no bugs
-        abort(ddp, str(error), advise=False)
+        return End(str(error), advise=False)
     text = "".join(traceback.format_exception(error)).rstrip()
     out_of_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
     # Errors of torch's backends are RuntimeErrors: perhaps of a connection that another rank lost.
     perhaps_lost = isinstance(error, RuntimeError) and not out_of_memory
-    _abort(ddp, text, 1, _in_one_line(error), not out_of_memory, perhaps_lost)
+    return End(text, 1, _in_one_line(error), not out_of_memory, perhaps_lost)
 
 
-def _abort(ddp, text, code, cause, advise, perhaps_lost):  # noqa: PLR0913
-    """See abort. perhaps_lost: this may be the consequence of another rank's end.
+def _end_all(ddp, end):
+    """End all ranks.
 
     Who speaks? All ranks but rank 0, and a rank that perhaps has lost another, first wait for the
     rank at fault, or its guard: launchers end all when that one has exited. Then the first to say
     so in the store, unless status.json tells that a guard has spoken."""
-    code = code % 256 or 1
+    code = end.code % 256 or 1
+    cause = end.cause or end.text.partition("\n")[0]
     if _alone_in_a_notebook(ddp):
-        print(text or cause, file=sys.stderr)
+        print(end.text, file=sys.stderr)
         end_watch(ddp, code, cause)
         raise SystemExit(code)
     with contextlib.suppress(OSError, ValueError):
@@ -1381,15 +1382,15 @@ def _abort(ddp, text, code, cause, advise, perhaps_lost):  # noqa: PLR0913
     if watch is not None:
         for number in watch.handlers:
             signal.signal(number, signal.SIG_DFL)   # the launcher's SIGTERM must end this rank
-        if perhaps_lost and watch.terminated:
+        if end.perhaps_lost and watch.terminated:
             os._exit(code)   # the launcher has ended all because of another rank
-    if ddp.world_size > 1 and (perhaps_lost or not ddp.is_main):
+    if ddp.world_size > 1 and (end.perhaps_lost or not ddp.is_main):
         time.sleep(CULPRIT_FIRST)
     if _is_first_to_speak(ddp):
         _write_status(ddp, code, _with_place(ddp, cause))
         with contextlib.suppress(OSError, ValueError):
-            if text or cause:
-                print(_last_words(ddp, text, code, cause, advise), file=sys.stderr, flush=True)
+            if end.text:
+                print(_last_words(ddp, end, code, cause), file=sys.stderr, flush=True)
         if ddp.is_main and ddp.world_size > 1:   # those that fail too learn that from its store
             time.sleep(CULPRIT_FIRST + 0.5)
         _end_others(ddp, code)
@@ -1416,16 +1417,16 @@ def _with_place(ddp, cause):
     return f"rank {ddp.rank} of {ddp.world_size} on {ddp.host}: {cause}"
 
 
-def _last_words(ddp, text, code, cause, advise):
+def _last_words(ddp, end, code, cause):
     """What a rank prints at its end: the text, then one line with rank and cause."""
     place = f"rank {ddp.rank} of {ddp.world_size} on {ddp.host}"
     if code == BAD_INPUT:   # nothing has run yet
-        return f"\n[{place}] {text or cause}"
-    end = "" if cause[-1:] in ".?" else "."
-    line = f"FAILED: {place}: {cause}{end} {_last_checkpoint(ddp, advise)}".rstrip()
-    if text.strip() in ("", cause):   # the text has nothing to add
+        return f"\n[{place}] {end.text}"
+    stop = "" if cause[-1:] in ".?" else "."
+    line = f"FAILED: {place}: {cause}{stop} {_last_checkpoint(ddp, end.advise)}".rstrip()
+    if end.text.strip() == cause:   # the text has nothing to add
         return f"\n{line}"
-    return f"\n[{place}] {text}\n{line}"
+    return f"\n[{place}] {end.text}\n{line}"
 
 
 def _last_checkpoint(ddp, advise=True):
