@@ -25,6 +25,7 @@ all environment variables that are read and set.
 """
 import atexit
 import contextlib
+import errno
 import faulthandler
 import hashlib
 import importlib.metadata
@@ -71,6 +72,7 @@ PATIENCE = 1800.0    # for all ranks to reach a barrier, or cleanup_ddp
 MARGIN = 20.0        # ranks wait this much longer for one that speaks for all, or has to end them
 CLOSING = 60.0       # for torch and MPI to close their connections
 CULPRIT_FIRST = 1.5  # for the rank at fault, or its guard, to speak before the others do
+DISK_FULL = 5.0      # until a checkpoint is written once more
 
 
 # ---------------------------------------------------------------- what a script calls
@@ -447,10 +449,7 @@ def save_checkpoint(path: str | os.PathLike, ddp: Ddp, keep_last: int = 1, resum
     if ddp.is_main:
         state.update(world_size=ddp.world_size, versions={
             "torch": str(torch.__version__), "python": sys.version.split()[0]})
-        try:
-            _write_checkpoint(path, ddp, keep_last, state)
-        except Exception as error:   # perhaps what torch.save cannot write, or torch.load read
-            problem = f"cannot write {path}: {_in_one_line(_of_the_system(error))}"
+        problem = _try_to_write(path, ddp, keep_last, state)
     problem = broadcast(problem, ddp)
     note_progress(ddp)
     if problem:
@@ -1606,8 +1605,13 @@ def _write_status(ddp, code, reason):
         return
     path = os.path.join(watch.run_dir, "status.json")
     text = json.dumps({"code": code, "reason": reason, "step": watch.step}) + "\n"
-    with contextlib.suppress(OSError):   # a full disk: the last line and the exit code tell the end
-        _write_whole(path, lambda file: file.write(text.encode()))
+    with contextlib.suppress(OSError):
+        try:
+            _write_whole(path, lambda file: file.write(text.encode()))
+        except OSError:   # on a full disk there is room in the old file
+            with open(path, "r+b") as file:
+                file.write(text.encode())
+                file.truncate()
 
 
 def _status_code(ddp):
@@ -1732,6 +1736,20 @@ def _rotate(path, keep_last):
     # file replaces last.pt itself.
     for k in range(oldest, 0, -1):
         os.replace(_kept(path, k - 1), _kept(path, k))
+
+
+def _try_to_write(path, ddp, keep_last, state):
+    """Write a checkpoint on rank 0; once more after some seconds if the disk is full, as that may
+    pass. Returns what is wrong, or ""."""
+    for is_last_try in (False, True):
+        try:
+            _write_checkpoint(path, ddp, keep_last, state)
+            return ""
+        except Exception as e:   # perhaps what torch.save cannot write, or torch.load would refuse
+            error = _of_the_system(e)
+            if is_last_try or getattr(error, "errno", None) != errno.ENOSPC:
+                return f"cannot write {path}: {_in_one_line(error)}"
+        time.sleep(DISK_FULL)
 
 
 def _write_checkpoint(path, ddp, keep_last, state):
