@@ -29,7 +29,6 @@ import faulthandler
 import hashlib
 import importlib.metadata
 import inspect
-import io
 import json
 import os
 import random
@@ -266,7 +265,7 @@ def broadcast(value: Any, ddp: Ddp, src: int = 0) -> Any:
     """`value` of rank `src`, on every rank.
 
     value: a tensor (same shape and dtype everywhere) is filled in place and returned; anything else
-        must be plain: None, bool, number, text, and lists, tuples and dicts of these."""
+        is pickled: plain values, perhaps with tensors on the CPU."""
     if ddp.world_size == 1:
         return value
     if not isinstance(value, torch.Tensor):
@@ -462,12 +461,26 @@ def load_checkpoint(path: str | os.PathLike, ddp: Ddp | None = None) -> Any:
     """Read what save_checkpoint wrote; tensors come on the CPU.
 
     With ddp, a collective: rank 0 reads the file, goes back to the former one if it is damaged,
-    saying so, and sends the bytes to the others.
+    saying so, and sends what it holds to the others.
     Raises: ValueError, on all ranks, for a file that is missing, damaged (each record has a
         checksum), or holds more than tensors and plain types."""
+    path = os.fspath(path)
     if ddp is None:
-        return _read_checkpoint(path)[1]
-    return _load_on_all_ranks(path, ddp)
+        return _read_checkpoint(path)
+    note_progress(ddp)
+    found = None
+    if ddp.is_main:
+        found = _read_newest(path)
+    used, state, troubles = broadcast(found, ddp)
+    if used is None:
+        raise ValueError("\n".join(troubles))
+    if troubles:
+        lines = [f"ATTENTION: {trouble}" for trouble in troubles]
+        print0(ddp, "\n".join([*lines, f"  Going back to {used}."]))
+        ddp.state.damaged = os.path.realpath(path)
+    note_progress(ddp)
+    _note_checkpoint(ddp, used, state if isinstance(state, dict) else {})
+    return state
 
 
 def abort(ddp: Ddp, text: str, code: int = 1) -> None:
@@ -1685,7 +1698,7 @@ def _deadline(env):
 
 # ---------------------------------------------------------------- checkpoint files
 #   save:  state --> .last.pt.tmp, fsync --> rotate: last.pt -> last-1.pt --> rename to last.pt
-#   load:  rank 0 reads last.pt; damaged: last-1.pt, ... --> its bytes to all ranks
+#   load:  rank 0 reads last.pt; damaged: last-1.pt, ... --> its content to all ranks
 class CannotSave(RuntimeError):
     """A checkpoint cannot be written, for a reason that a person must mend."""
     expected = True   # no bug: the message says it all
@@ -1759,16 +1772,12 @@ def _of_the_system(error):
 
 
 def _read_checkpoint(path):
-    """(bytes of the file, what save_checkpoint was given). Raises: ValueError."""
+    """What save_checkpoint was given. Raises: ValueError."""
     try:
-        data = Path(path).read_bytes()
-    except OSError as e:
-        raise ValueError(f"no checkpoint {path}: {e.strerror}. Expected a file written by "
-                         f"save_checkpoint.") from None
-    try:
-        damaged = zipfile.ZipFile(io.BytesIO(data)).testzip()   # torch.load checks no checksums
+        with zipfile.ZipFile(path) as file:
+            damaged = file.testzip()   # torch.load checks no checksums
         if damaged is None:
-            return data, torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+            return torch.load(path, map_location="cpu", weights_only=True)
         reason = f"it is damaged, the checksum of its record {damaged} is wrong"
     except MemoryError:   # the file may be good: an older one must not take its place
         raise
@@ -1779,45 +1788,17 @@ def _read_checkpoint(path):
 
 
 def _read_newest(path):
-    """(path of the newest checkpoint that can be read, its bytes, its state, texts on those that
-    cannot); the first three are None if none can."""
-    files = [path]
-    while os.path.lexists(_kept(path, len(files))):
-        files.append(_kept(path, len(files)))
+    """(path of the newest checkpoint that can be read, what it holds, texts on newer ones that
+    cannot); the first two are None if none can."""
+    file = path
     troubles = []
-    for file in files:
+    while file == path or os.path.lexists(file):
         try:
-            data, state = _read_checkpoint(file)
+            return file, _read_checkpoint(file), troubles
         except ValueError as e:
             troubles.append(str(e))
-        else:
-            return file, data, state, troubles
-    return None, None, None, troubles
-
-
-def _load_on_all_ranks(path, ddp):
-    """See load_checkpoint."""
-    path = os.fspath(path)
-    note_progress(ddp)
-    found = (None, None, None, [])
-    if ddp.is_main:
-        found = _read_newest(path)
-    used, data, state, troubles = found
-    used, size, troubles = broadcast((used, len(data or b""), troubles), ddp)
-    if used is None:
-        raise ValueError("\n".join(troubles))
-    if troubles:
-        lines = [f"ATTENTION: {trouble}" for trouble in troubles]
-        print0(ddp, "\n".join([*lines, f"  Going back to {used}."]))
-        ddp.state.damaged = os.path.realpath(path)
-    if ddp.world_size > 1:
-        copy = torch.frombuffer(bytearray(data if ddp.is_main else size), dtype=torch.uint8)
-        broadcast(copy, ddp)
-        if not ddp.is_main:
-            state = torch.load(io.BytesIO(copy.numpy()), map_location="cpu", weights_only=True)
-    note_progress(ddp)
-    _note_checkpoint(ddp, used, state if isinstance(state, dict) else {})
-    return state
+        file = _kept(path, len(troubles))
+    return None, None, troubles
 
 
 def _note_checkpoint(ddp, path, state):
