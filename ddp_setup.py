@@ -54,7 +54,7 @@ from torch.utils.data import DistributedSampler
 
 __all__ = [
     "AGAIN", "BAD_INPUT", "Ddp", "SetupError", "abort", "all_mean", "all_sum", "autocast",
-    "barrier", "broadcast", "choose_device", "choose_dtype", "cleanup_ddp", "ddp_sampler",
+    "barrier", "broadcast", "choose_device", "cleanup_ddp", "ddp_sampler",
     "detect_launcher", "end_watch", "gather", "grad_scaler", "gradient_sync", "load_checkpoint",
     "lock_folder", "missing_ranks", "note_progress", "optimize_with_ipex", "print0",
     "save_checkpoint", "seed_for", "setup_ddp", "start_watch", "stop_reason",
@@ -305,7 +305,7 @@ def all_mean(value: Any, ddp: Ddp) -> Any:
 
 
 def autocast(dtype: torch.dtype, ddp: Ddp) -> contextlib.AbstractContextManager:
-    """torch.autocast for ddp.device; float32 (and float64) mean none. See choose_dtype."""
+    """torch.autocast for ddp.device; float32 (and float64) mean none."""
     if dtype in (torch.float32, torch.float64):
         return contextlib.nullcontext()
     return torch.autocast(ddp.device.type, dtype=dtype)
@@ -717,7 +717,7 @@ def _seen(env):
     return f"Seen: {shown or 'none'}"
 
 
-# ---------------------------------------------------------------- devices, backends, precision
+# ---------------------------------------------------------------- devices, backends, seeds
 #   --device, --backend  \
 #                         choose_device  -->  cuda:1 with nccl, xpu:3 with xccl, cpu with gloo
 #   torch.accelerator    /                    or a refusal that says what is there
@@ -725,7 +725,6 @@ def _seen(env):
 #   rank with local rank r  -->  device r modulo the number of visible ones: a launcher may let a
 #                                rank see all devices of its host, some, or only its own one
 BACKENDS = {"nccl": ("cuda",), "gloo": ("cpu", "cuda"), "xccl": ("xpu",), "ccl": ("xpu", "cpu")}
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def choose_device(device: str, backend: str, local_rank: int, found: dict,
@@ -803,41 +802,6 @@ def _device_id(device):
     if device.type == "cuda":
         return f"cuda {torch.cuda.get_device_properties(device).uuid}"
     return f"{device} of ZE_AFFINITY_MASK={os.environ.get('ZE_AFFINITY_MASK', '')}"
-
-
-def choose_dtype(request: bool | str | None, device: torch.device) -> tuple[torch.dtype, str]:
-    """(dtype, reason) for a config's `mixed_precision`.
-
-    request: False or None, True (bfloat16 where the device computes in it, float32 elsewhere), or a
-        name of DTYPES.
-    Raises: ValueError for an unknown name, RuntimeError for a dtype that the device lacks."""
-    native = _native_bfloat16(device)
-    if request in (False, None):
-        return torch.float32, "mixed precision off"
-    if request is True and native:
-        return torch.bfloat16, f"{device.type} computes in bfloat16"
-    if request is True:
-        return torch.float32, f"{device.type} has no native bfloat16"
-    if request not in DTYPES:
-        raise ValueError(f"mixed_precision is {request!r}; expected true, false or one of "
-                         f"{', '.join(DTYPES)}")
-    if request == "bfloat16" and not native:
-        if device.type != "cpu":
-            raise RuntimeError(f"{device} has no bfloat16. Expected a newer device; use "
-                               f"mixed_precision: float16 or false.")
-        return torch.bfloat16, "asked for; emulated on this CPU, slow"
-    return DTYPES[request], "asked for"
-
-
-def _native_bfloat16(device):
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    if device.type == "xpu":
-        return True
-    with contextlib.suppress(OSError):
-        words = Path("/proc/cpuinfo").read_text().split()
-        return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(words)
-    return False
 
 
 def seed_for(*parts) -> int:
