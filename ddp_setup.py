@@ -30,7 +30,6 @@ import faulthandler
 import hashlib
 import importlib.metadata
 import inspect
-import io
 import json
 import os
 import random
@@ -56,7 +55,7 @@ from torch.utils.data import DistributedSampler
 
 __all__ = [
     "AGAIN", "BAD_INPUT", "Ddp", "SetupError", "abort", "all_mean", "all_sum", "autocast",
-    "barrier", "broadcast", "choose_device", "choose_dtype", "cleanup_ddp", "ddp_sampler",
+    "barrier", "broadcast", "choose_device", "cleanup_ddp", "ddp_sampler",
     "detect_launcher", "end_watch", "gather", "grad_scaler", "gradient_sync", "load_checkpoint",
     "lock_folder", "missing_ranks", "note_progress", "optimize_with_ipex", "print0",
     "save_checkpoint", "seed_for", "setup_ddp", "start_watch", "stop_reason",
@@ -269,7 +268,7 @@ def broadcast(value: Any, ddp: Ddp, src: int = 0) -> Any:
     """`value` of rank `src`, on every rank.
 
     value: a tensor (same shape and dtype everywhere) is filled in place and returned; anything else
-        must be plain: None, bool, number, text, and lists, tuples and dicts of these."""
+        is pickled: plain values, perhaps with tensors on the CPU."""
     if ddp.world_size == 1:
         return value
     if not isinstance(value, torch.Tensor):
@@ -309,7 +308,7 @@ def all_mean(value: Any, ddp: Ddp) -> Any:
 
 
 def autocast(dtype: torch.dtype, ddp: Ddp) -> contextlib.AbstractContextManager:
-    """torch.autocast for ddp.device; float32 (and float64) mean none. See choose_dtype."""
+    """torch.autocast for ddp.device; float32 (and float64) mean none."""
     if dtype in (torch.float32, torch.float64):
         return contextlib.nullcontext()
     return torch.autocast(ddp.device.type, dtype=dtype)
@@ -462,12 +461,26 @@ def load_checkpoint(path: str | os.PathLike, ddp: Ddp | None = None) -> Any:
     """Read what save_checkpoint wrote; tensors come on the CPU.
 
     With ddp, a collective: rank 0 reads the file, goes back to the former one if it is damaged,
-    saying so, and sends the bytes to the others.
+    saying so, and sends what it holds to the others.
     Raises: ValueError, on all ranks, for a file that is missing, damaged (each record has a
         checksum), or holds more than tensors and plain types."""
+    path = os.fspath(path)
     if ddp is None:
-        return _read_checkpoint(path)[1]
-    return _load_on_all_ranks(path, ddp)
+        return _read_checkpoint(path)
+    note_progress(ddp)
+    found = None
+    if ddp.is_main:
+        found = _read_newest(path)
+    used, state, troubles = broadcast(found, ddp)
+    if used is None:
+        raise ValueError("\n".join(troubles))
+    if troubles:
+        lines = [f"ATTENTION: {trouble}" for trouble in troubles]
+        print0(ddp, "\n".join([*lines, f"  Going back to {used}."]))
+        ddp.state.damaged = os.path.realpath(path)
+    note_progress(ddp)
+    _note_checkpoint(ddp, used, state if isinstance(state, dict) else {})
+    return state
 
 
 def abort(ddp: Ddp, text: str, code: int = 1) -> None:
@@ -708,7 +721,7 @@ def _seen(env):
     return f"Seen: {shown or 'none'}"
 
 
-# ---------------------------------------------------------------- devices, backends, precision
+# ---------------------------------------------------------------- devices, backends, seeds
 #   --device, --backend  \
 #                         choose_device  -->  cuda:1 with nccl, xpu:3 with xccl, cpu with gloo
 #   torch.accelerator    /                    or a refusal that says what is there
@@ -716,7 +729,6 @@ def _seen(env):
 #   rank with local rank r  -->  device r modulo the number of visible ones: a launcher may let a
 #                                rank see all devices of its host, some, or only its own one
 BACKENDS = {"nccl": ("cuda",), "gloo": ("cpu", "cuda"), "xccl": ("xpu",), "ccl": ("xpu", "cpu")}
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def choose_device(device: str, backend: str, local_rank: int, found: dict,
@@ -794,41 +806,6 @@ def _device_id(device):
     if device.type == "cuda":
         return f"cuda {torch.cuda.get_device_properties(device).uuid}"
     return f"{device} of ZE_AFFINITY_MASK={os.environ.get('ZE_AFFINITY_MASK', '')}"
-
-
-def choose_dtype(request: bool | str | None, device: torch.device) -> tuple[torch.dtype, str]:
-    """(dtype, reason) for a config's `mixed_precision`.
-
-    request: False or None, True (bfloat16 where the device computes in it, float32 elsewhere), or a
-        name of DTYPES.
-    Raises: ValueError for an unknown name, RuntimeError for a dtype that the device lacks."""
-    native = _native_bfloat16(device)
-    if request in (False, None):
-        return torch.float32, "mixed precision off"
-    if request is True and native:
-        return torch.bfloat16, f"{device.type} computes in bfloat16"
-    if request is True:
-        return torch.float32, f"{device.type} has no native bfloat16"
-    if request not in DTYPES:
-        raise ValueError(f"mixed_precision is {request!r}; expected true, false or one of "
-                         f"{', '.join(DTYPES)}")
-    if request == "bfloat16" and not native:
-        if device.type != "cpu":
-            raise RuntimeError(f"{device} has no bfloat16. Expected a newer device; use "
-                               f"mixed_precision: float16 or false.")
-        return torch.bfloat16, "asked for; emulated on this CPU, slow"
-    return DTYPES[request], "asked for"
-
-
-def _native_bfloat16(device):
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    if device.type == "xpu":
-        return True
-    with contextlib.suppress(OSError):
-        words = Path("/proc/cpuinfo").read_text().split()
-        return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(words)
-    return False
 
 
 def seed_for(*parts) -> int:
@@ -1711,7 +1688,7 @@ def _deadline(env):
 
 # ---------------------------------------------------------------- checkpoint files
 #   save:  state --> .last.pt.tmp, fsync --> rotate: last.pt -> last-1.pt --> rename to last.pt
-#   load:  rank 0 reads last.pt; damaged: last-1.pt, ... --> its bytes to all ranks
+#   load:  rank 0 reads last.pt; damaged: last-1.pt, ... --> its content to all ranks
 class CannotSave(RuntimeError):
     """A checkpoint cannot be written, for a reason that a person must mend."""
     expected = True   # no bug: the message says it all
@@ -1799,16 +1776,12 @@ def _of_the_system(error):
 
 
 def _read_checkpoint(path):
-    """(bytes of the file, what save_checkpoint was given). Raises: ValueError."""
+    """What save_checkpoint was given. Raises: ValueError."""
     try:
-        data = Path(path).read_bytes()
-    except OSError as e:
-        raise ValueError(f"no checkpoint {path}: {e.strerror}. Expected a file written by "
-                         f"save_checkpoint.") from None
-    try:
-        damaged = zipfile.ZipFile(io.BytesIO(data)).testzip()   # torch.load checks no checksums
+        with zipfile.ZipFile(path) as file:
+            damaged = file.testzip()   # torch.load checks no checksums
         if damaged is None:
-            return data, torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+            return torch.load(path, map_location="cpu", weights_only=True)
         reason = f"it is damaged, the checksum of its record {damaged} is wrong"
     except MemoryError:   # the file may be good: an older one must not take its place
         raise
@@ -1819,45 +1792,17 @@ def _read_checkpoint(path):
 
 
 def _read_newest(path):
-    """(path of the newest checkpoint that can be read, its bytes, its state, texts on those that
-    cannot); the first three are None if none can."""
-    files = [path]
-    while os.path.lexists(_kept(path, len(files))):
-        files.append(_kept(path, len(files)))
+    """(path of the newest checkpoint that can be read, what it holds, texts on newer ones that
+    cannot); the first two are None if none can."""
+    file = path
     troubles = []
-    for file in files:
+    while file == path or os.path.lexists(file):
         try:
-            data, state = _read_checkpoint(file)
+            return file, _read_checkpoint(file), troubles
         except ValueError as e:
             troubles.append(str(e))
-        else:
-            return file, data, state, troubles
-    return None, None, None, troubles
-
-
-def _load_on_all_ranks(path, ddp):
-    """See load_checkpoint."""
-    path = os.fspath(path)
-    note_progress(ddp)
-    found = (None, None, None, [])
-    if ddp.is_main:
-        found = _read_newest(path)
-    used, data, state, troubles = found
-    used, size, troubles = broadcast((used, len(data or b""), troubles), ddp)
-    if used is None:
-        raise ValueError("\n".join(troubles))
-    if troubles:
-        lines = [f"ATTENTION: {trouble}" for trouble in troubles]
-        print0(ddp, "\n".join([*lines, f"  Going back to {used}."]))
-        ddp.state.damaged = os.path.realpath(path)
-    if ddp.world_size > 1:
-        copy = torch.frombuffer(bytearray(data if ddp.is_main else size), dtype=torch.uint8)
-        broadcast(copy, ddp)
-        if not ddp.is_main:
-            state = torch.load(io.BytesIO(copy.numpy()), map_location="cpu", weights_only=True)
-    note_progress(ddp)
-    _note_checkpoint(ddp, used, state if isinstance(state, dict) else {})
-    return state
+        file = _kept(path, len(troubles))
+    return None, None, troubles
 
 
 def _note_checkpoint(ddp, path, state):

@@ -24,12 +24,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.benchmark import Timer, timer
 
-from ddp_setup import Ddp, autocast, choose_dtype, gather, grad_scaler, print0
+from ddp_setup import Ddp, autocast, gather, grad_scaler, print0
 import mpnn.fast_cpu
 from mpnn.model import ProteinMPNN
 from training.config import Parser
 from training.peak import matmul_rows, measure_matmul
 from training.command_line import add_launch_arguments, started_ranks
+from training.precision import choose_dtype
 from sedd.diffusion import AbsorbingGraph, make_noise, sample, score_entropy_loss
 from sedd.fast_cpu import speed_up
 from sedd.model import SEDD

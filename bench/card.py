@@ -39,13 +39,13 @@ import torch
 from bench.card_all import check_world, run_all
 from bench.common import CONFIGS, SCRIPTS, now, say, training_of, write_prepared
 from bench.sedd import PlainSteps
-from ddp_setup import BAD_INPUT, choose_dtype
+from ddp_setup import BAD_INPUT
 from sedd.model import flops_per_position
 from training.config import Parser, load_config
 from training.command_line import prepare_and_train
 from training.files import write_text_atomic
 from training.command_line import joined_ranks
-from training.precision import compile_blocks
+from training.precision import choose_dtype, compile_blocks
 from training.meter import peak_memory
 from training.peak import matmul_rows, measure_matmul
 from training.loop import open_batches, take_step

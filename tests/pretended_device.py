@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import (_DummyBackendModule,
                                               _setup_privateuseone_for_python_backend)
 
-import ddp_setup
+import training.precision
 from launchers import code_files
 from sedd_cases import draw_and_score   # noqa: F401  (for on_device)
 from training_runs import take_steps, train  # noqa: F401  (for on_device)
@@ -199,7 +199,7 @@ making = torch.library.Library("aten", "IMPL", "PrivateUse1")
 for name, kernel in (("empty.memory_format", made_by(torch.empty)), ("_copy_from", copy_from),
                      ("empty_strided", made_by(torch.empty_strided))):
     making.impl(name, kernel)
-ddp_setup._native_bfloat16 = lambda device: True
+training.precision.computes_bfloat16 = lambda device: True
 
 
 # ---- tests run these, in a process of their own ----

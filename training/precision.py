@@ -1,4 +1,5 @@
 """How a network computes: the dtype of autocast, and whether torch.compile compiles its blocks."""
+import contextlib
 import importlib.util
 import os
 import shutil
@@ -7,9 +8,10 @@ from pathlib import Path
 
 import torch
 
-from ddp_setup import choose_dtype
-
 COMPILABLE = (7, 0)   # the least compute capability of CUDA devices that Triton supports
+
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def choose_precision(config, ddp):
@@ -35,6 +37,41 @@ def choose_precision(config, ddp):
         return dtype, f"{text}; max_memory_per_gpu {share} has no effect on {device.type}"
     set_limit(share, device)
     return dtype, f"{text}; at most {share:.0%} of the device's memory"
+
+
+def choose_dtype(request: bool | str | None, device: torch.device) -> tuple[torch.dtype, str]:
+    """(dtype, reason) for a config's `mixed_precision`.
+
+    request: False or None, True (bfloat16 where the device computes in it, float32 elsewhere), or a
+        name of DTYPES.
+    Raises: ValueError for an unknown name, RuntimeError for a dtype that the device lacks."""
+    native = computes_bfloat16(device)
+    if request in (False, None):
+        return torch.float32, "mixed precision off"
+    if request is True and native:
+        return torch.bfloat16, f"{device.type} computes in bfloat16"
+    if request is True:
+        return torch.float32, f"{device.type} has no native bfloat16"
+    if request not in DTYPES:
+        raise ValueError(f"mixed_precision is {request!r}; expected true, false or one of "
+                         f"{', '.join(DTYPES)}")
+    if request == "bfloat16" and not native:
+        if device.type != "cpu":
+            raise RuntimeError(f"{device} has no bfloat16. Expected a newer device; use "
+                               f"mixed_precision: float16 or false.")
+        return torch.bfloat16, "asked for; emulated on this CPU, slow"
+    return DTYPES[request], "asked for"
+
+
+def computes_bfloat16(device) -> bool:
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if device.type == "xpu":
+        return True
+    with contextlib.suppress(OSError):
+        words = Path("/proc/cpuinfo").read_text().split()
+        return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(words)
+    return False
 
 
 def compile_blocks(model, setting, ddp):

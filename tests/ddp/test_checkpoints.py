@@ -222,5 +222,5 @@ def test_a_file_with_code_is_refused_without_torchs_advice_to_load_it_all_the_sa
 @pytest.mark.parametrize("name, reason", [
     ("none.pt", "No such file or directory"), ("", "Is a directory")])
 def test_what_is_no_file_is_refused_with_its_name(name, reason, tmp_path):
-    with pytest.raises(ValueError, match=f"no checkpoint {tmp_path / name}: {reason}"):
+    with pytest.raises(ValueError, match=f"cannot read .* {tmp_path / name}: .*{reason}"):
         load_checkpoint(tmp_path / name)

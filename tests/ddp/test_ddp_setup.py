@@ -14,7 +14,7 @@ import torch
 
 import ddp_setup
 from ddp_setup import (Ddp, SetupError, State, all_mean, all_sum, autocast, barrier, broadcast,
-                       choose_device, choose_dtype, cleanup_ddp, ddp_sampler, detect_launcher,
+                       choose_device, cleanup_ddp, ddp_sampler, detect_launcher,
                        gather, missing_ranks, optimize_with_ipex, print0, setup_ddp, wrap_ddp)
 from launchers import clean_environment, fork_ranks
 
@@ -485,18 +485,6 @@ def test_in_evaluation_every_item_is_dealt_once(size):
 def test_fewer_items_than_ranks_are_refused():
     with pytest.raises(ValueError, match="3 item.*4 ranks"):
         samplers(4, range(3))
-
-
-@pytest.mark.parametrize("request_, dtypes", [
-    (False, {torch.float32}), ("float32", {torch.float32}), ("bfloat16", {torch.bfloat16}),
-    (True, {torch.bfloat16, torch.float32})])    # as the CPU can
-def test_a_cpu_computes_in_the_precision_asked_for(request_, dtypes):
-    assert choose_dtype(request_, torch.device("cpu"))[0] in dtypes
-
-
-def test_an_unknown_precision_is_refused():
-    with pytest.raises(ValueError, match="float8.*expected"):
-        choose_dtype("float8", torch.device("cpu"))
 
 
 def test_autocast_computes_in_bfloat16():
