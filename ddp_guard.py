@@ -56,6 +56,8 @@ SAME_CTRL_C = 0.2   # between two SIGINTs of one Ctrl-C, from the terminal and f
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 # Of a death by signal. SIGBUS: a page of shared memory, such as MPI's own, found no room.
 LIKELY_CAUSES = {signal.SIGKILL: ": out of memory?", signal.SIGBUS: ": is /dev/shm full?"}
+# Files of the innermost frame of a rank that waits for others: DDP does so in the backward.
+WAITING = ("torch/distributed", "torch/autograd", "ddp_setup.py")
 RANK_VARIABLES = ("DDP_RANK", "RANK", "OMPI_COMM_WORLD_RANK", "PALS_RANKID", "PMI_RANK",
                   "SLURM_PROCID")
 
@@ -353,7 +355,7 @@ class Place(NamedTuple):
     host: str
     step: int       # number of steps done
     answers: bool   # has it written its stacks?
-    waits: bool     # is it in a collective, and so waits for others?
+    waits: bool     # is it where ranks wait for others?
     where: str      # in words
 
 
@@ -376,8 +378,7 @@ def find_place(rank, known):
     step = known.step or 0
     if not frames:
         return Place(known.rank, known.host, step, False, False, "stopped: no answer")
-    innermost = frames[0][0]
-    waits = "torch/distributed" in innermost or innermost.endswith("ddp_setup.py")
+    waits = any(part in frames[0][0] for part in WAITING)
     return Place(known.rank, known.host, step, True, waits, f"in {shown(frames)}")
 
 

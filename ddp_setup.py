@@ -87,6 +87,7 @@ class Ddp:
     device: torch.device = torch.device("cpu")
     backend: str = "none"
     launcher: str = "plain process"
+    slurm_step: str = ""                # of all ranks, such as 77.0, if srun has started them
     seed: int = 0
     host: str = ""
     hosts: tuple[str, ...] = ()         # of each rank
@@ -472,15 +473,13 @@ def load_checkpoint(path: str | os.PathLike, ddp: Ddp | None = None) -> Any:
     return _load_on_all_ranks(path, ddp)
 
 
-def abort(ddp: Ddp, text: str, code: int = 1, cause: str = "", advise: bool = True) -> None:
-    """Print `text` once, with the rank, and end every rank; in a notebook, raise SystemExit.
+def abort(ddp: Ddp, text: str, code: int = 1) -> None:
+    """Print `text` once, with the rank, and end every rank; in a notebook, raise SystemExit. The
+    last line, and status.json, have the first line of the text.
 
-    Args:
-        text: "": nothing is printed, as the caller has said why.
-        code: exit code of every rank, as far as the launcher passes it on.
-        cause: one line for status.json and the last line; default: the first line of the text.
-        advise: can the same command continue the run? Then the last line says so."""
-    _abort(ddp, text, code, cause or text.partition("\n")[0], advise, perhaps_lost=False)
+    text: "": nothing is printed, as the caller has said why.
+    code: exit code of every rank, as far as the launcher passes it on."""
+    _end_all(ddp, End(text, code))
 
 
 def cleanup_ddp(ddp: Ddp) -> None:
@@ -497,7 +496,7 @@ def cleanup_ddp(ddp: Ddp) -> None:
         atexit.unregister(_at_exit)
         _close_connections(ddp)
     except RuntimeError as error:   # perhaps another rank has died
-        _abort_with(ddp, error)
+        _end_all(ddp, _end_by(error))
     _tell_guard(ddp, left=True, limit=2 * CLOSING)   # a profiler may still write its traces
     if ddp.world_size == 1:   # such as in a notebook
         setup_ddp.current = None
@@ -543,12 +542,13 @@ JOBS = "SLURM_JOB_ID PBS_JOBID"   # of batch systems; PBS' holds the index withi
 
 
 class Claim(NamedTuple):
-    """What one row of LAUNCHERS says of this process; None: nothing."""
+    """What a row of LAUNCHERS, or mpi4py, says of this process; None: nothing."""
     launcher: str
     rank: int
     size: int | None
-    local_rank: int | None
-    local_size: int | None
+    local_rank: int | None = None
+    local_size: int | None = None
+    slurm_step: str | None = None
 
     def agrees(self, other: "Claim") -> bool:
         """Whether both may be of one launch, as of srun and of its PMI."""
@@ -569,10 +569,94 @@ def detect_launcher(env: dict, mpi: tuple[int, int] | None = None) -> Ddp:
     Raises: SetupError, with what was seen, where variables are incomplete or disagree. Going on as
         a single process would end with exit code 0 and a wrong result.
     """
-    claims = _claims(env)
-    chosen = _choose(claims, env, mpi)
+    claims = _claims(env, mpi)
+    chosen = _choose(claims, env)
     if chosen is None:
         return _plain_process(env)
+    notes = [f"launcher {chosen.launcher}: rank {chosen.rank} of {chosen.size}, local rank "
+             f"{chosen.local_rank}"]
+    for other in claims:
+        if other.agrees(chosen):
+            continue
+        _refuse_contradiction(chosen, other, env)
+        notes.append(f"outer launcher {other.launcher} says rank {other.rank} of {other.size}: "
+                     f"not used")
+    _refuse_incomplete(chosen, env)
+    local_size = chosen.local_size
+    if chosen.size == 1 or (chosen.slurm_step and _int(env, "SLURM_STEP_NUM_NODES") == 1):
+        local_size = chosen.size   # Slurm sets no plain number for this
+    node_rank = None   # of several ranks: known when they meet
+    slurm_step = chosen.slurm_step or ""
+    if chosen.size == 1:
+        node_rank = 0
+        slurm_step = ""   # perhaps that of salloc's own shell
+    return Ddp(chosen.rank, chosen.size, chosen.local_rank, local_size, node_rank,
+               launcher=chosen.launcher, slurm_step=slurm_step, notes=tuple(notes))
+
+
+def _claims(env, mpi=None):
+    """The Claims of mpi4py and of all rows of LAUNCHERS whose variable for the rank is set."""
+    claims = []
+    for name, row in LAUNCHERS.items():
+        rank = _first_int(env, row.rank)
+        has_needed = any(env.get(name, "").strip() for name in row.needs.split())
+        if rank is None or (row.needs and not has_needed):
+            continue
+        step = None
+        if name == "Slurm step":
+            step = f"{env.get('SLURM_JOB_ID', '')}.{env['SLURM_STEP_ID']}"
+        claims.append(Claim(name, rank, _first_int(env, row.size), _first_int(env, row.local_rank),
+                            _first_int(env, row.local_size), step))
+    if mpi is not None:
+        claims.append(Claim("mpi4py", *mpi))
+    return claims
+
+
+def _choose(claims, env):
+    """The Claim that counts, with what others lend it; None: this is a plain process.
+
+    Rank 0 of 1 does not count: it is what salloc's own shell has, or PMI that a step of one task
+    has left. It does if set on purpose, by torchrun or DDP_* variables."""
+    candidates = []
+    for claim in claims:
+        by_torchrun = claim.launcher == "torchrun" and env.get("TORCHELASTIC_RUN_ID")
+        on_purpose = by_torchrun or claim.launcher == "DDP_* variables"
+        claim = _completed(claim, claims, env)
+        is_alone = claim.rank == 0 and claim.size == 1
+        if claim.launcher in LAUNCHERS and (on_purpose or not is_alone):
+            candidates.append(claim)
+    for claim in candidates:
+        if claim.size is not None and claim.local_rank is not None:
+            return claim
+    return candidates[0] if candidates else None   # what it lacks is named by the caller
+
+
+def _completed(claim, claims, env):
+    """A Claim, with what it lacks from those that agree with it."""
+    for other in claims:
+        if other.agrees(claim):
+            lent = {name: value for name, value in other._asdict().items()
+                    if getattr(claim, name) is None}
+            claim = claim._replace(**lent)
+    if claim.size is None:
+        claim = claim._replace(size=_int(env, "DDP_WORLD_SIZE"))
+    return claim
+
+
+def _refuse_contradiction(chosen, other, env):
+    """Raise SetupError if a Claim that disagrees with the chosen one is not just of an outer
+    launcher: it is mpi4py's, or torchrun's variables were exported by hand under an MPI."""
+    by_hand = chosen.launcher == "torchrun" and not env.get("TORCHELASTIC_RUN_ID")
+    if other.launcher == "mpi4py" or (by_hand and LAUNCHERS[other.launcher].mpi):
+        raise SetupError(
+            f"{chosen.launcher} says rank {chosen.rank} of {chosen.size}, {other.launcher} says "
+            f"rank {other.rank} of {other.size}. Expected the same. Unset what is left over from "
+            f"another launcher. If mpi4py differs, it was probably built for another MPI: "
+            f"reinstall it, or set DDP_MPI4PY=0. {_seen(env)}")
+
+
+def _refuse_incomplete(chosen, env):
+    """Raise SetupError if a Claim lacks something, or cannot be."""
     if chosen.size is None:
         raise SetupError(
             f"{chosen.launcher} started rank {chosen.rank} but sets no number of ranks. Expected "
@@ -584,88 +668,11 @@ def detect_launcher(env: dict, mpi: tuple[int, int] | None = None) -> Ddp:
             f"its number within the host. {_seen(env)}. Expected for example "
             f"{LAUNCHERS[chosen.launcher].local_rank}. Unset what was exported by hand, or set "
             f"DDP_RANK, DDP_WORLD_SIZE and DDP_LOCAL_RANK.")
-    _refuse_contradictions(chosen, claims, env, mpi)
     most = chosen.local_size or chosen.size
     if not 0 <= chosen.rank < chosen.size or not 0 <= chosen.local_rank < most:
         raise SetupError(f"{chosen.launcher}: rank {chosen.rank} and local rank "
                          f"{chosen.local_rank} of {chosen.size}; expected 0 to "
                          f"{chosen.size - 1}. {_seen(env)}")
-    local_size = chosen.local_size
-    slurm_on_one_node = _is_slurm_step(chosen, env) and _int(env, "SLURM_STEP_NUM_NODES") == 1
-    if chosen.size == 1 or slurm_on_one_node:
-        local_size = chosen.size   # Slurm sets no plain number for this
-    notes = [f"launcher {chosen.launcher}: rank {chosen.rank} of {chosen.size}, local rank "
-             f"{chosen.local_rank}"]
-    for other in claims:
-        if not other.agrees(chosen):
-            notes.append(f"outer launcher {other.launcher} says rank {other.rank} of "
-                         f"{other.size}: not used")
-    node_rank = 0 if chosen.size == 1 else None   # of several ranks: known when they meet
-    return Ddp(chosen.rank, chosen.size, chosen.local_rank, local_size, node_rank,
-               launcher=chosen.launcher, notes=tuple(notes))
-
-
-def _claims(env):
-    """The Claims of all rows of LAUNCHERS whose variable for the rank is set."""
-    claims = []
-    for name, row in LAUNCHERS.items():
-        rank = _first_int(env, row.rank)
-        has_needed = any(env.get(name, "").strip() for name in row.needs.split())
-        if rank is None or (row.needs and not has_needed):
-            continue
-        claims.append(Claim(name, rank, _first_int(env, row.size), _first_int(env, row.local_rank),
-                            _first_int(env, row.local_size)))
-    return claims
-
-
-def _choose(claims, env, mpi):
-    """The Claim that counts, with what others lend it; None: this is a plain process.
-
-    A size of 1 counts only if nothing says more: it is what salloc's own shell has, or PMI that a
-    step of one task has left. torchrun's own 1 counts: it starts one rank on purpose."""
-    complete = [_completed(claim, claims, env, mpi) for claim in claims]
-    several = [claim for claim in complete if claim.size != 1 or claim.rank != 0]
-    for claim in complete:
-        by_torchrun = claim.launcher == "torchrun" and env.get("TORCHELASTIC_RUN_ID")
-        if claim.size == 1 and (by_torchrun or claim.launcher == "DDP_* variables"):
-            return claim
-        if claim in several and claim.size is not None and claim.local_rank is not None:
-            return claim
-    return several[0] if several else None   # one that lacks something, which the caller names
-
-
-def _completed(claim, claims, env, mpi):
-    """A Claim, with what it lacks from those that agree with it."""
-    for other in claims:
-        if other.agrees(claim):
-            claim = claim._replace(
-                size=claim.size if claim.size is not None else other.size,
-                local_rank=claim.local_rank if claim.local_rank is not None else other.local_rank,
-                local_size=claim.local_size or other.local_size)
-    if claim.size is None:
-        claim = claim._replace(size=_int(env, "DDP_WORLD_SIZE") or (mpi and mpi[1]))
-    return claim
-
-
-def _refuse_contradictions(chosen, claims, env, mpi):
-    """Raise SetupError if rank or number of ranks are told in two ways."""
-    places = {chosen.launcher: (chosen.rank, chosen.size)}
-    if mpi is not None:
-        places["mpi4py"] = mpi
-    wanted = _int(env, "DDP_WORLD_SIZE")
-    if wanted is not None:
-        places["DDP_WORLD_SIZE"] = (chosen.rank, wanted)
-    if chosen.launcher == "torchrun" and not env.get("TORCHELASTIC_RUN_ID"):   # exported by hand
-        for other in claims:
-            if LAUNCHERS[other.launcher].mpi and other.size:
-                places[other.launcher] = (other.rank, other.size)
-    if len(set(places.values())) > 1:
-        said = ", ".join(f"{who} says rank {rank} of {size}"
-                         for who, (rank, size) in places.items())
-        raise SetupError(
-            f"{said}. Expected the same. Unset what is left over from another launcher. If mpi4py "
-            f"differs, it was probably built for another MPI: reinstall it, or set DDP_MPI4PY=0. "
-            f"{_seen(env)}")
 
 
 def _plain_process(env):
@@ -676,26 +683,6 @@ def _plain_process(env):
                      f"and this is ONE process in its shell. To start all: srun python "
                      f"{os.path.basename(sys.argv[0]) or '...'}")
     return Ddp(notes=tuple(notes))
-
-
-def _is_slurm_step(place, env):
-    """Whether srun has started this rank, perhaps beside another row that agrees, as Cray's PMI.
-
-    place: a Claim or Ddp."""
-    if not env.get("SLURM_STEP_ID"):
-        return False
-    row = LAUNCHERS["Slurm step"]
-    size = place.size if isinstance(place, Claim) else place.world_size
-    return (_first_int(env, row.rank), _first_int(env, row.size)) == (place.rank, size)
-
-
-def _slurm_step_of(ddp, env):
-    """The name by which Slurm knows the step of all these ranks, such as 77.0, or "".
-
-    A single rank has no others that must end with it. Its step may be the shell of salloc."""
-    if ddp.world_size == 1 or not _is_slurm_step(ddp, env):
-        return ""
-    return f"{env['SLURM_JOB_ID']}.{env['SLURM_STEP_ID']}"
 
 
 def _int(env, name):
@@ -891,7 +878,7 @@ def _set_up(device, backend, seed, ranks, timeout, init_timeout, ipex):  # noqa:
     _refuse_other_size(ddp, "DDP_WORLD_SIZE", _int(env, "DDP_WORLD_SIZE"))
     ddp = replace(ddp, seed=seed, host=socket.gethostname(), timeout=timeout,
                   state=State(mpi=mpi, ipex=ipex, guard=_pipe_to_guard()))
-    _tell_guard(ddp, rank=ddp.rank, host=ddp.host, slurm_step=_slurm_step_of(ddp, env))
+    _tell_guard(ddp, rank=ddp.rank, host=ddp.host, slurm_step=ddp.slurm_step)
     _write_stacks_to(None, ddp)
     error = ""
     try:
@@ -942,11 +929,10 @@ def _print_notes(ddp):
 def _start_mpi(env, limit):
     """COMM_WORLD of mpi4py; None where it is absent, unwanted or not needed. Importing it calls
     MPI_Init, which hangs or gives a wrong rank in a process that no MPI launcher started."""
-    claim = _choose(_claims(env), env, None)
+    claim = _choose(_claims(env), env)
     if claim is None or not LAUNCHERS[claim.launcher].mpi or env.get("DDP_MPI4PY") == "0":
         return None
-    finds_rank_0 = (env.get("MASTER_ADDR") and env.get("MASTER_PORT")) or _is_slurm_step(claim, env)
-    if claim.size is not None and finds_rank_0:
+    if claim.size is not None and (env.get("MASTER_ADDR") or claim.slurm_step):   # finds rank 0
         return None
     try:
         import mpi4py
@@ -1011,16 +997,16 @@ def _place_of_rank_0(ddp, env):
     if not 0 <= port < 1 << 16:   # 10000 + a job's number may be too large
         raise SetupError(f"MASTER_PORT={port} is no port; expected 1024 to 65535. Leave it unset "
                          f"to have one found.")
-    by_mpi = " by MPI broadcast" if ddp.state.mpi is not None else ""
     if env.get("MASTER_ADDR"):
-        return Address(env["MASTER_ADDR"], port or 29500, f"from MASTER_ADDR{by_mpi}")
-    if by_mpi:
+        host = _seen_from_outside(ddp, env["MASTER_ADDR"])
+        return Address(host, port or 29500, "from MASTER_ADDR")
+    if ddp.state.mpi is not None:
         host = LOOPBACK if ddp.on_one_host else _own_address()
-        return Address(host, port, by_mpi.strip())
+        return Address(host, port, "by MPI broadcast")
     if ddp.on_one_host:
         host = LOOPBACK
-    elif _is_slurm_step(ddp, env):
-        host = _first_host(env.get("SLURM_STEP_NODELIST", ""))
+    elif ddp.slurm_step:
+        host = _seen_from_outside(ddp, _first_host(env.get("SLURM_STEP_NODELIST", "")))
     else:
         raise SetupError(
             f"{ddp.launcher} started ranks that may be on several hosts, and nothing tells them "
@@ -1030,6 +1016,14 @@ def _place_of_rank_0(ddp, env):
     if port:
         return Address(host, port, "from MASTER_PORT")
     return Address(host, _computed_port(ddp, env), "by the launcher's id")
+
+
+def _seen_from_outside(ddp, host):
+    """`host`, or this host's own address where the name means the loopback here, as Debian maps a
+    host's own name: other hosts could not reach that."""
+    if ddp.on_one_host or not _resolved(host).startswith("127."):
+        return host
+    return _own_address()
 
 
 def _computed_port(ddp, env):
@@ -1045,7 +1039,7 @@ def _launch_name(ddp, env):
     """What tells this launch from others: the identifiers that its launcher gives to all ranks, if
     any. Those of the job may be known on rank 0's host only, where ssh has started the others."""
     names = f"{LAUNCHERS[ddp.launcher].launch} TORCHELASTIC_RESTART_COUNT"
-    if _is_slurm_step(ddp, env):   # perhaps beside another row
+    if ddp.slurm_step:   # perhaps beside another row
         names += f" {LAUNCHERS['Slurm step'].launch}"
     return "-".join(env[name] for name in names.split() if env.get(name))
 
@@ -1069,6 +1063,13 @@ def _first_host(nodelist):
     return re.sub(r"\[([^\]]*)\]", lambda ranges: re.split("[-,]", ranges[1])[0], first)
 
 
+def _seen_from_outside(ddp, host):
+    """`host`, or this host's own address, if other hosts cannot use what the name means here."""
+    if ddp.on_one_host or not _resolved(host).startswith("127."):
+        return host
+    return _own_address()   # Debian maps a host's own name to 127.0.1.1
+
+
 def _own_address():
     """The address under which other hosts reach this one."""
     host = socket.gethostname()
@@ -1077,7 +1078,6 @@ def _own_address():
         names = [f"{host}.hsn.cm.aurora.alcf.anl.gov", f"{host}.hsn.cm.polaris.alcf.anl.gov", host]
     for name in names:
         address = _resolved(name)
-        # Debian maps a host's own name to 127.0.1.1.
         if address and not address.startswith("127."):
             return address
     return _route_to("192.0.2.1") or LOOPBACK   # any outside address: the default route
@@ -1163,7 +1163,7 @@ def _open_store(ddp, env, limit):
     problem = ""
     if ddp.is_main and not by_agent:
         try:
-            listener = _listen(ddp, address)
+            listener = _listen(address)
             address = address._replace(host=listener.getsockname()[0],
                                        port=listener.getsockname()[1])
         except OSError as e:
@@ -1187,12 +1187,9 @@ def _open_store(ddp, env, limit):
     return store, address
 
 
-def _listen(ddp, address):
+def _listen(address):
     """A socket that listens on this address only; for port 0 the kernel chooses a free port."""
-    host = _resolved(address.host) or address.host
-    if host.startswith("127.") and not ddp.on_one_host:   # what other hosts cannot reach
-        host = _own_address()
-    return socket.create_server((host, address.port), backlog=4096)
+    return socket.create_server((address.host, address.port), backlog=4096)
 
 
 def _await_listener(ddp, address, limit):
@@ -1302,7 +1299,7 @@ def _listed(items):
 
 
 # ---------------------------------------------------------------- one fails, all end
-#   a rank fails, in any of these ways          it waits for its turn (see _abort), prints its text
+#   a rank fails, in any of these ways          it waits its turn (see _end_all), prints its text
 #     an exception leaves `with ddp`      \     and `FAILED: rank R of N on HOST: cause`, notes that
 #     Python ends without cleanup_ddp      >    in status.json, and exits. The launcher ends the
 #     the script calls abort              /     others: by exit code, MPI_Abort, scancel
@@ -1336,7 +1333,7 @@ def _set_exception_hook(ddp):
     def end_all(kind, error, tb):
         is_rank = os.getpid() == ddp.state.pid
         if is_rank and not ddp.state.clean and not _alone_in_a_notebook(ddp):
-            _abort_with(ddp, error)
+            _end_all(ddp, _end_by(error))
         before(kind, error, tb)
 
     sys.excepthook = end_all
@@ -1344,56 +1341,59 @@ def _set_exception_hook(ddp):
 
 def _leave_context(ddp, error):
     """The end of `with ddp`. error: the exception that leaves it, or None."""
-    in_good_order = error is None
-    if isinstance(error, SystemExit):
-        in_good_order = error.code in (None, 0)
-    if in_good_order:
+    left_by_exit = isinstance(error, SystemExit) and error.code in (None, 0)
+    if error is None or left_by_exit:
         cleanup_ddp(ddp)
     elif _alone_in_a_notebook(ddp):   # there is no other rank to end, and the kernel goes on
         end_watch(ddp, 1, f"{type(error).__name__}: {error}")
     else:
-        _abort_with(ddp, error)
+        _end_all(ddp, _end_by(error))
 
 
 def _at_exit(ddp):
-    """Python ends without cleanup_ddp. It closes connections a second before its process is gone:
-    too early for the guard to say so first."""
-    if os.getpid() != ddp.state.pid:
-        return
-    error = getattr(sys, "last_value", None)
-    if error is not None:   # nobody caught it, and a library's own hook has printed it
-        abort(ddp, _in_one_line(error))
-    if ddp.world_size > 1 and ddp.state.guard is None:
+    """Python ends without cleanup_ddp: a guard, if there is one, says so."""
+    is_rank = os.getpid() == ddp.state.pid
+    if is_rank and ddp.world_size > 1 and ddp.state.guard is None:
         abort(ddp, "ended without cleanup_ddp. Call it at the end, or use `with setup_ddp()`.")
 
 
-def _abort_with(ddp, error):
-    """End all ranks because of an exception in this one."""
+class End(NamedTuple):
+    """Why a rank ends."""
+    text: str                    # to print; "": nothing
+    code: int = 1
+    cause: str = ""              # for the last line and status.json; "": the first line of the text
+    advise: bool = True          # can the same command go on from the last checkpoint?
+    perhaps_lost: bool = False   # this may be the consequence of another rank's end
+
+
+def _end_by(error):
+    """The End by an exception."""
     if isinstance(error, KeyboardInterrupt):
-        abort(ddp, "interrupted (Ctrl-C)", INTERRUPTED)
+        return End("interrupted (Ctrl-C)", INTERRUPTED)
     if isinstance(error, SystemExit) and isinstance(error.code, str):
-        abort(ddp, error.code)
+        return End(error.code)
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else 1
-        abort(ddp, f"left with exit code {error.code}", code)
+        return End(f"left with exit code {error.code}", code)
     if getattr(error, "expected", False):   # an attribute of exceptions that are no bugs
-        abort(ddp, str(error), advise=False)
+        return End(str(error), advise=False)
     text = "".join(traceback.format_exception(error)).rstrip()
     out_of_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
     # Errors of torch's backends are RuntimeErrors: perhaps of a connection that another rank lost.
     perhaps_lost = isinstance(error, RuntimeError) and not out_of_memory
-    _abort(ddp, text, 1, _in_one_line(error), not out_of_memory, perhaps_lost)
+    return End(text, 1, _in_one_line(error), not out_of_memory, perhaps_lost)
 
 
-def _abort(ddp, text, code, cause, advise, perhaps_lost):  # noqa: PLR0913
-    """See abort. perhaps_lost: this may be the consequence of another rank's end.
+def _end_all(ddp, end):
+    """End all ranks.
 
     Who speaks? All ranks but rank 0, and a rank that perhaps has lost another, first wait for the
     rank at fault, or its guard: launchers end all when that one has exited. Then the first to say
     so in the store, unless status.json tells that a guard has spoken."""
-    code = code % 256 or 1
+    code = end.code % 256 or 1
+    cause = end.cause or end.text.partition("\n")[0]
     if _alone_in_a_notebook(ddp):
-        print(text or cause, file=sys.stderr)
+        print(end.text, file=sys.stderr)
         end_watch(ddp, code, cause)
         raise SystemExit(code)
     with contextlib.suppress(OSError, ValueError):
@@ -1405,15 +1405,15 @@ def _abort(ddp, text, code, cause, advise, perhaps_lost):  # noqa: PLR0913
             for number in watch.handlers:
                 signal.signal(number, signal.SIG_DFL)   # the launcher's SIGTERM must end this rank
     status_tells = watch is not None and watch.run_dir is not None   # whether another has spoken
-    if perhaps_lost and ddp.state.terminated and not status_tells:
+    if end.perhaps_lost and ddp.state.terminated and not status_tells:
         os._exit(code)   # the launcher ends all because of another rank, or is gone itself
-    if ddp.world_size > 1 and (perhaps_lost or not ddp.is_main):
+    if ddp.world_size > 1 and (end.perhaps_lost or not ddp.is_main):
         time.sleep(CULPRIT_FIRST)
     if _is_first_to_speak(ddp):
         _write_status(ddp, code, _with_place(ddp, cause))
         with contextlib.suppress(OSError, ValueError):
-            if text or cause:
-                print(_last_words(ddp, text, code, cause, advise), file=sys.stderr, flush=True)
+            if end.text:
+                print(_last_words(ddp, end, code, cause), file=sys.stderr, flush=True)
         if ddp.is_main and ddp.world_size > 1:   # those that fail too learn that from its store
             time.sleep(CULPRIT_FIRST + 0.5)
         _end_others(ddp, code)
@@ -1440,16 +1440,16 @@ def _with_place(ddp, cause):
     return f"rank {ddp.rank} of {ddp.world_size} on {ddp.host}: {cause}"
 
 
-def _last_words(ddp, text, code, cause, advise):
+def _last_words(ddp, end, code, cause):
     """What a rank prints at its end: the text, then one line with rank and cause."""
     place = f"rank {ddp.rank} of {ddp.world_size} on {ddp.host}"
     if code == BAD_INPUT:   # nothing has run yet
-        return f"\n[{place}] {text or cause}"
-    end = "" if cause[-1:] in ".?" else "."
-    line = f"FAILED: {place}: {cause}{end} {_last_checkpoint(ddp, advise)}".rstrip()
-    if text.strip() in ("", cause):   # the text has nothing to add
+        return f"\n[{place}] {end.text}"
+    stop = "" if cause[-1:] in ".?" else "."
+    line = f"FAILED: {place}: {cause}{stop} {_last_checkpoint(ddp, end.advise)}".rstrip()
+    if end.text.strip() == cause:   # the text has nothing to add
         return f"\n{line}"
-    return f"\n[{place}] {text}\n{line}"
+    return f"\n[{place}] {end.text}\n{line}"
 
 
 def _last_checkpoint(ddp, advise=True):
@@ -1469,10 +1469,9 @@ def _end_others(ddp, code):
     time.sleep(0.5)   # for MPICH to forward what was printed: MPI_Abort drops the rest
     if ddp.state.mpi is not None:
         ddp.state.mpi.Abort(code)
-    step = _slurm_step_of(ddp, os.environ)
-    if step:
+    if ddp.slurm_step:
         with contextlib.suppress(OSError, subprocess.SubprocessError):   # it is missing, or hangs
-            subprocess.run(["scancel", step], timeout=30)
+            subprocess.run(["scancel", ddp.slurm_step], timeout=30)
     if LAUNCHERS[ddp.launcher].mpi:
         os.abort()   # MPICH ends all ranks when one dies of a signal, not for an exit code
 
@@ -1552,7 +1551,7 @@ class Watch:
 
 def lock_folder(folder: str | os.PathLike) -> IO:
     """Take the lock of a folder: FOLDER/lock, which the kernel gives back when this process ends or
-    closes the file. It holds who has it, in words.
+    closes the file. It may hold who that is, in words, see start_watch.
 
     A lock of POSIX: unlike flock's it is not kept by forked workers that outlive this process. It
     holds across hosts where the file system has such locks; where it has none, a line says so.
@@ -1572,10 +1571,6 @@ def lock_folder(folder: str | os.PathLike) -> IO:
     except OSError as error:
         print(f"ATTENTION: {folder} is on a file system without locks ({error.strerror}): nothing "
               f"keeps a second run out", flush=True)
-    jobs = [f", job {os.environ[name]}" for name in JOBS.split() if name in os.environ]
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}{''.join(jobs)}\n")
-    file.flush()
     return file
 
 
@@ -1585,8 +1580,13 @@ def _take_folder(ddp, watch, run_dir):
     if ddp.is_main:
         if watch.lock is not None:   # of an earlier watch
             watch.lock.close()
+        jobs = [f", job {os.environ[name]}" for name in JOBS.split() if name in os.environ]
         try:
-            watch.lock = lock_folder(run_dir)
+            lock = lock_folder(run_dir)
+            lock.truncate(0)
+            lock.write(f"process {os.getpid()} on {ddp.host}{''.join(jobs)}\n")
+            lock.flush()
+            watch.lock = lock
         except ValueError as error:
             problem = str(error)
         except OSError as error:

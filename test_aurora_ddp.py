@@ -80,6 +80,7 @@ GIVE_UP = 0.7               # share after which a rank no longer waits for other
 ALL_ROWS = 5.0              # rank 0 waits at least so long for the others, if it is late itself
 ANSWER = 30.0               # other ranks wait this long beyond --timeout for rank 0's verdict
 OWN_END = 60.0              # a rank that is stuck this long beyond --timeout is ended; NCCL does so
+CULPRIT_FIRST = 1.5         # for the launcher to end all, if rank 0 is gone as another has failed
 REFUSAL_FIRST = 4.0         # for rank 0 to print a wrong argument, before other ranks exit
 PRODUCTS = 0.5              # repeat the matrix product for so long
 POLL = 0.001                # between two looks at a device, or for a file
@@ -98,7 +99,7 @@ class Check(NamedTuple):
 
 
 class WaitedForOthers(RuntimeError):
-    """An error of a rank that is perhaps not at fault itself."""
+    """An error of a rank that is perhaps not at fault itself; its text, in one line."""
 
 
 # ---------------------------------------------------------------- the checks before a run
@@ -357,13 +358,15 @@ def save_and_load(ddp, args):
     finally:
         if ddp.is_main:
             shutil.rmtree(folder, ignore_errors=True)
-    row = {"result": "loaded with equal bits"}
+    wrong = []
     for key in saved:
         try:
             torch.testing.assert_close(loaded[key], saved[key], rtol=0, atol=0, check_device=False)
         except AssertionError:
-            row["problem"] = f"loaded another {key} than was saved"
-    return row
+            wrong.append(key)
+    if wrong:
+        return {"problem": f"loaded another {' and '.join(wrong)} than was saved"}
+    return {"result": "loaded with equal bits"}
 
 
 PREFLIGHT = (Check("place", describe_place, judge_places),
@@ -409,19 +412,20 @@ class Report:
             print("\n".join(table_of(self.hosts, self.found)))
         count = self.outcomes.count
         print(f"{count('PASS')} passed, {count('FAIL')} failed, {count('SKIP')} skipped")
-        self.write_suspects()
+        write_suspects(self.args, self.suspects)
         if self.suspects:
             print(f"suspect hosts: {','.join(self.suspects)}")
         sys.stdout.flush()
 
-    def write_suspects(self):
-        if self.args.suspects is None:
-            return
-        try:
-            Path(self.args.suspects).write_text("".join(f"{host}\n" for host in self.suspects))
-        except OSError as error:
-            abort(self.ddp, f"error: cannot write --suspects {self.args.suspects}: "
-                            f"{error.strerror}", USAGE)
+
+def write_suspects(args, hosts):
+    """Write --suspects. Raises: ValueError if it cannot be written."""
+    if args.suspects is None:
+        return
+    try:
+        Path(args.suspects).write_text("".join(f"{host}\n" for host in hosts))
+    except OSError as error:
+        raise ValueError(f"cannot write --suspects {args.suspects}: {error.strerror}") from None
 
 
 def run_checks(ddp, args):
@@ -429,26 +433,22 @@ def run_checks(ddp, args):
     or is silent, all ranks exit here with code 3."""
     start_watch(ddp, minutes=(args.timeout + OWN_END) / 60, signals=())
     report = Report(ddp, args)
-    if ddp.is_main:
-        report.write_suspects()   # none: those of an earlier start must not stay
     checks = PREFLIGHT
     if args.claims or not args.preflight:
         checks = PREFLIGHT + CLAIMS
-    failed = False
     for check in checks:
         note_progress(ddp)   # the limit of start_watch begins anew
         deadline = time.monotonic() + args.timeout
         row = {"host": own_host(ddp), **measure(check, ddp, args)}
         if ddp.is_main:
-            verdict = judge(check, gather_rows(check, row, ddp, deadline), report)
+            ends = judge(check, gather_rows(check, row, ddp, deadline), report)
         else:
-            verdict = await_verdict(check, row, report, deadline + ANSWER)
-        if verdict["ends"]:
+            ends = await_verdict_of_rank_0(check, row, report, deadline + ANSWER)
+        if ends:
             abort(ddp, "", FAILED)   # rank 0 has said why
-        failed = failed or verdict["failed"]
     if ddp.is_main:
         report.finish()
-    return failed
+    return "FAIL" in report.outcomes
 
 
 def own_host(ddp):
@@ -462,7 +462,8 @@ def measure(check, ddp, args):
     try:
         return check.measure(ddp, args)
     except Exception as error:   # any error is reported, with the rank
-        return {"error": in_one_line(error), "waited": isinstance(error, WaitedForOthers)}
+        waited = isinstance(error, WaitedForOthers)
+        return {"error": str(error) if waited else in_one_line(error), "waited": waited}
 
 
 def gather_rows(check, row, ddp, deadline):
@@ -478,7 +479,8 @@ def gather_rows(check, row, ddp, deadline):
 
 
 def judge(check, rows, report):
-    """On rank 0: judge the rows, print the line of the check, and tell all ranks the verdict."""
+    """On rank 0: judge the rows, print the line of the check, and tell all ranks the verdict.
+    Returns whether all shall end now."""
     for rank, row in enumerate(rows):
         if row is not None:
             report.hosts[rank] = row["host"]
@@ -496,10 +498,10 @@ def judge(check, rows, report):
     report.add(check.name, status, problems, result)
     if lost:
         report.finish()
-    verdict = {"ends": bool(lost), "failed": status == "FAIL", "host": report.hosts[0]}
     if report.ddp.world_size > 1:
+        verdict = {"ends": bool(lost), "status": status, "host": report.hosts[0]}
         report.ddp.store.set(f"verdict/{check.name}", json.dumps(verdict))
-    return verdict
+    return bool(lost)
 
 
 def lost_ranks(rows, args):
@@ -508,8 +510,8 @@ def lost_ranks(rows, args):
     silent = [(rank, f"did not answer within {args.timeout:.0f} s: stopped, dead or stuck")
               for rank, row in enumerate(rows) if row is None]
     errors = [(rank, row) for rank, row in enumerate(rows) if row is not None and "error" in row]
-    raised = [(rank, row["error"]) for rank, row in errors if not row["waited"]]
-    waited = [(rank, row["error"]) for rank, row in errors if row["waited"]]
+    raised = [(rank, f"raised {row['error']}") for rank, row in errors if not row["waited"]]
+    waited = [(rank, f"waited for others: {row['error']}") for rank, row in errors if row["waited"]]
     return silent + raised or waited
 
 
@@ -523,9 +525,9 @@ def conclude(check, rows, args):
     return problems, result
 
 
-def await_verdict(check, row, report, deadline):
-    """On the other ranks: send the row, and wait for rank 0's verdict. If there is none, one rank,
-    if possible of another host, says so, and all exit with code 3."""
+def await_verdict_of_rank_0(check, row, report, deadline):
+    """On the other ranks: send the row, and wait for the verdict. Returns whether all shall end
+    now. If there is no verdict, one rank, if possible of another host, says so."""
     ddp = report.ddp
     key = f"verdict/{check.name}"
     seconds = max(deadline - time.monotonic(), ALL_ROWS)
@@ -533,14 +535,16 @@ def await_verdict(check, row, report, deadline):
         ddp.store.set(f"row/{check.name}/{ddp.rank}", json.dumps(row))
         ddp.store.wait([key], timedelta(seconds=seconds))
         verdict = json.loads(ddp.store.get(key))
+        report.outcomes.append(verdict["status"])
         report.hosts[0] = verdict["host"]
-        return verdict
+        return verdict["ends"]
+    time.sleep(CULPRIT_FIRST)
     elsewhere = [rank for rank, host in enumerate(ddp.hosts) if host != ddp.hosts[0]]
     speaker = elsewhere[0] if elsewhere else 1
     if ddp.rank == speaker:
         report.add(check.name, "FAIL", [(0, "did not answer: stopped, dead or stuck")], "")
         report.finish()
-    abort(ddp, "", FAILED)
+    return True
 
 
 # ---------------------------------------------------------------- helpers of the checks
@@ -551,7 +555,7 @@ def waiting_for_others():
     try:
         yield
     except (RuntimeError, TimeoutError) as error:
-        raise WaitedForOthers(f"waited for others: {in_one_line(error)}") from error
+        raise WaitedForOthers(in_one_line(error)) from error
 
 
 def settle(ddp, args):
@@ -672,12 +676,16 @@ def start_ranks(args, argv):
     start_ranks_if_asked(args, argv)
 
 
+def launched_rank():
+    """The number of this rank, before the ranks have met; 0 if it is not known yet."""
+    with contextlib.suppress(SetupError):
+        return detect_launcher(dict(os.environ)).rank
+    return 0
+
+
 def refuse(problem):
     """Print a wrong argument on one rank, and exit."""
-    rank = 0
-    with contextlib.suppress(SetupError):   # rank 0's number is not known: all print
-        rank = detect_launcher(dict(os.environ)).rank
-    if rank == 0:
+    if launched_rank() == 0:
         print(f"error: {problem}", file=sys.stderr, flush=True)
     else:
         time.sleep(REFUSAL_FIRST)
@@ -689,6 +697,8 @@ def cli(argv=None):
     try:
         args = read_arguments(argv)
         start_ranks(args, argv)
+        if launched_rank() == 0:
+            write_suspects(args, [])   # those of an earlier start must not stay
     except ValueError as problem:
         refuse(problem)
     limit = GIVE_UP * args.timeout   # of a collective

@@ -162,6 +162,13 @@ def test_the_one_rank_of_a_torchrun_keeps_its_place_within_an_outer_launch():
     assert (place.launcher, place.rank, place.world_size) == ("torchrun", 0, 1)
 
 
+def test_a_step_is_only_that_of_all_ranks_if_srun_has_started_each_of_them():
+    """It is cancelled when a rank fails; salloc's shell, or the step around torchrun, is not."""
+    assert detect_launcher({**FIFTH.slurm(), **FIFTH.pmi2()}).slurm_step == "77.0"
+    assert detect_launcher({**BATCH_SHELL, **ALONE.slurm()}).slurm_step == ""
+    assert detect_launcher({**Place(rank=1).slurm(), **FIFTH.torchrun()}).slurm_step == ""
+
+
 def test_a_slurm_step_is_on_one_host_if_it_says_that_it_has_one_node():
     assert detect_launcher({**FIFTH.slurm(), "SLURM_STEP_NUM_NODES": "1"}).on_one_host
     assert not detect_launcher(FIFTH.slurm()).on_one_host
@@ -180,8 +187,6 @@ def without(env, *names):
     (without(FIFTH.torchrun(), "LOCAL_RANK"), None, ("RANK=5", "number within the host")),
     ({"RANK": "1", "LOCAL_RANK": "1"}, None, ("RANK=1", "no number of ranks")),
     (AURORA, None, ("PALS", "no number of ranks")),
-    ({**FIFTH.hydra(), "DDP_WORLD_SIZE": "4"}, None,
-     ("rank 5 of 8", "DDP_WORLD_SIZE says rank 5 of 4")),
     (FIFTH.hydra(), (0, 1), ("mpi4py says rank 0 of 1", "rank 5 of 8", "built for another MPI")),
     (AURORA, (0, 1), ("mpi4py says rank 0 of 1", "PALS says rank 5", "built for another MPI")),
     ({**FIFTH.open_mpi(), **Place(rank=0, size=4).torchrun(), "TORCHELASTIC_RUN_ID": ""}, None,
@@ -229,10 +234,11 @@ STEP = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2",
     ("Open MPI", None, MPI, {}, ("10.0.0.9", 0, "by MPI broadcast")),
     ("Open MPI", None, MPI, dict(MASTER_PORT="7"), ("10.0.0.9", 7, "by MPI broadcast")),
     ("Open MPI", None, MPI, dict(MASTER_ADDR="n0"),
-     ("n0", 29500, "from MASTER_ADDR by MPI broadcast"))])
+     ("n0", 29500, "from MASTER_ADDR"))])
 def test_the_place_of_rank_0(launcher, per_host, mpi, env, place, monkeypatch):
     monkeypatch.setattr(ddp_setup, "_own_address", lambda: "10.0.0.9")
-    ddp = Ddp(world_size=2, local_world_size=per_host, launcher=launcher, state=State(mpi=mpi))
+    ddp = Ddp(world_size=2, local_world_size=per_host, launcher=launcher, state=State(mpi=mpi),
+              slurm_step=env.get("SLURM_STEP_ID", ""))
     assert ddp_setup._place_of_rank_0(ddp, env) == place
 
 
@@ -243,11 +249,12 @@ def test_other_hosts_reach_this_one_by_an_address_that_means_something_there(mon
     assert ddp_setup._own_address() == "10.0.0.9"
 
 
-def test_rank_0_listens_where_other_hosts_reach_it_though_its_name_means_the_loopback(monkeypatch):
-    monkeypatch.setattr(ddp_setup, "_own_address", lambda: "127.0.0.7")
-    several_hosts = Ddp(world_size=2, local_world_size=1)
-    with ddp_setup._listen(several_hosts, ddp_setup.Address("127.0.1.1", 0, "")) as listener:
-        assert listener.getsockname()[0] == "127.0.0.7"
+@pytest.mark.parametrize("local_world_size, host", [(1, "10.0.0.9"), (2, "127.0.1.1")])
+def test_rank_0_is_where_other_hosts_reach_it_though_its_name_means_the_loopback(
+        local_world_size, host, monkeypatch):
+    monkeypatch.setattr(ddp_setup, "_own_address", lambda: "10.0.0.9")
+    ddp = Ddp(world_size=2, local_world_size=local_world_size)
+    assert ddp_setup._place_of_rank_0(ddp, {"MASTER_ADDR": "127.0.1.1"}).host == host
 
 
 @pytest.mark.parametrize("port", ["70000", "-1"])
@@ -258,7 +265,8 @@ def test_what_is_no_port_is_refused(port):
 
 
 def computed_port(launcher="Slurm step", **env):
-    ddp = Ddp(world_size=2, local_world_size=2, launcher=launcher)
+    ddp = Ddp(world_size=2, local_world_size=2, launcher=launcher,
+              slurm_step=env.get("SLURM_STEP_ID", ""))
     return ddp_setup._place_of_rank_0(ddp, env).port
 
 
@@ -542,6 +550,10 @@ def test_another_number_of_ranks_than_asked_for_is_refused(no_launcher, monkeypa
         setup_ddp(ranks=2)
     monkeypatch.setenv("DDP_WORLD_SIZE", "4")
     with pytest.raises(SetupError, match="DDP_WORLD_SIZE asks for 4 rank.*but 1 were started"):
+        setup_ddp()
+    for name, value in Place(rank=0, local_rank=0).slurm().items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SetupError, match="DDP_WORLD_SIZE asks for 4 rank.*but 8 were started"):
         setup_ddp()
 
 

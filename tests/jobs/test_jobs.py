@@ -226,7 +226,7 @@ def test_a_command_that_is_shown_is_understood_by_the_script_it_names(given, wor
         argv = ["--config", settings["CONFIG"],
                 *given.get("ARGS", "").split(), *argv]
     module = importlib.import_module(Path(script).stem)
-    if "--help" in argv or script == "ddp_setup.py":
+    if not argv or "--help" in argv or script == "ddp_setup.py":
         return
     if hasattr(module, "read_arguments"):
         module.read_arguments(argv)

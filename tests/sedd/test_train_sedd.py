@@ -538,13 +538,18 @@ def test_fresh_renames_the_former_run_and_starts_over(fasta, tmp_path):
 
 
 def test_the_lock_of_a_live_run_counts_and_a_dead_ones_is_taken_over(fasta, tmp_path):
-    hold = "from ddp_setup import *; lock = lock_folder('w'); print('held', flush=True); input()"
+    hold = """
+from ddp_setup import *
+start_watch(setup_ddp(quiet=True), "w", minutes=0)
+print("held", flush=True)
+input()
+"""
     with started([sys.executable, "-c", hold], cwd=tmp_path, stdin=subprocess.PIPE,
                  stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": ROOT}) as holder:
         assert holder.stdout.readline() == b"held\n"
         for options in ({}, {"fresh": True}):
             refused(f"in use by process {holder.pid} on ", tiny(fasta), tmp_path / "w", **options)
-        assert [p.name for p in tmp_path.rglob("*")] == ["w", "lock"]
+        assert sorted(os.listdir(tmp_path / "w")) == ["lock", "status.json"]    # of the holder
     run(tiny(fasta, training__n_iters=1), tmp_path / "w")
 
 

@@ -1,151 +1,119 @@
-"""The run folder: whose it is, by its lock."""
-
-import json
-import math
+"""The run folder: who takes it, what is renamed or removed in it, and what is left alone."""
 import os
-import socket
-import time
+import signal
 import types
-from unittest import mock
 
 import pytest
 
-from ddp_setup import Ddp
-from training.files import write_text_atomic
-from training.watch import read_status, write_status
-from training.folder import RunLock, check_lock, open_run, process_start, replace_status
+from ddp_setup import Ddp, end_watch
+from launchers import ROOT, ForkedRanks, read_status
+from train_sedd_ddp import Config
+from training.config import load_config
+from training.folder import refuse_in_use, rename_former, take_folder
 
 
-def test_of_two_starts_that_find_a_dead_lock_the_faster_one_keeps_the_folder(tmp_path, monkeypatch):
-    path = tmp_path / "lock.json"
-    pid = os.getppid()
-    faster = {"host": socket.gethostname(), "pid": pid, "start": process_start(pid),
-              "beat": time.time()}
-    dead = json.dumps({**faster, "start": "another"})   # of a process that is gone
-    path.write_text(dead)
-
-    def look_and_be_overtaken(asked):
-        if asked == pid:
-            path.write_text(json.dumps(faster))
-        return process_start(asked)
-
-    monkeypatch.setattr("training.folder.process_start", look_and_be_overtaken)
-    with pytest.raises(ValueError, match=f"in use by process {pid} on "):
-        RunLock(tmp_path)
-    assert json.loads(path.read_text()) == faster and list(tmp_path.iterdir()) == [path]
-    path.write_text(dead)   # which another start takes away just now: no error
-    monkeypatch.setattr("training.folder.process_start", lambda _: path.unlink(missing_ok=True))
-    RunLock(tmp_path).release()
-    assert not list(tmp_path.iterdir())
+def run_in(folder, step=0, finished="", n_iters=10):
+    """As much of a Run as take_folder needs."""
+    config = load_config(Config, None, [
+        "monitoring.watchdog_minutes=0", "training.stop_signals=[SIGUSR1]",
+        f"training.n_iters={n_iters}"])
+    return types.SimpleNamespace(config=config, work_dir=folder, n_iters=n_iters,
+                                 continued_from=f"{folder}/checkpoints/last.pt",
+                                 progress={"step": step, "finished": finished})
 
 
-def test_a_lock_is_dead_if_its_process_number_is_of_a_later_process_now(tmp_path):
-    pid = os.getppid()
-    (tmp_path / "lock.json").write_text(json.dumps(
-        {"host": socket.gethostname(), "pid": pid, "start": process_start(pid) - 1,
-         "beat": time.time()}))
-    RunLock(tmp_path).release()
+def take(run, ddp=None, fresh=False):
+    ddp = ddp or Ddp()
+    take_folder(run, ddp, fresh, ("checkpoints",))
+    end_watch(ddp)
 
 
-def test_a_lock_of_another_host_counts_while_its_heartbeat_goes_on(tmp_path, monkeypatch):
-    def beat(seconds=0):
-        write_text_atomic(tmp_path / "lock.json", json.dumps(
-            {"host": "elsewhere", "pid": 1, "start": 5, "beat": time.time()}))
-
-    monkeypatch.setattr(RunLock, "stale", 2)
-    beat()
-    with monkeypatch.context() as patch:
-        patch.setattr(time, "sleep", beat)
-        with pytest.raises(ValueError, match="in use by process 1 on elsewhere"):
-            RunLock(tmp_path)
-    start = time.monotonic()
-    RunLock(tmp_path).release()
-    assert 1 <= time.monotonic() - start <= 300 and not (tmp_path / "lock.json").exists()
+def test_a_run_that_takes_its_folder_writes_its_config_and_that_it_runs(tmp_path):
+    take(run_in(tmp_path / "w"))
+    assert sorted(os.listdir(tmp_path / "w")) == ["config.yaml", "lock", "status.json"]
+    assert load_config(Config, tmp_path / "w" / "config.yaml").training.n_iters == 10
+    assert read_status(tmp_path / "w")["code"] is None
 
 
-
-def test_a_run_that_was_taken_over_while_it_stood_still_writes_nothing_more(tmp_path, monkeypatch):
-    # on a file system without hard links, too
-    monkeypatch.setattr(os, "link", mock.Mock(side_effect=PermissionError))
-    monkeypatch.setattr(RunLock, "every", 0.01)
-    lock = RunLock(tmp_path)
-    ready = types.SimpleNamespace(lock=lock, work_dir=tmp_path)
-    check_lock(ready, Ddp())
-    other = json.dumps({"host": "elsewhere", "pid": 7, "start": 5, "beat": time.time()})
-    while not lock.lost:      # a beat under way may still be written after this; then again
-        lock.path.write_text(other)
-    with pytest.raises(RuntimeError, match="taken over by process 7 on elsewhere"):
-        check_lock(ready, Ddp())
-    lock.release()
-    assert lock.path.read_text() == other and [p.name for p in tmp_path.iterdir()] == ["lock.json"]
-
-
-@pytest.mark.parametrize("text", ["[" * 100000, "[1]", "3", "null", "{"])
-def test_a_lock_that_was_damaged_is_renewed_by_its_holder(text, tmp_path, monkeypatch):
-    monkeypatch.setattr(RunLock, "every", 0.01)
-    lock = RunLock(tmp_path)
-    lock.path.write_text(text)
-    while lock.thread.is_alive() and '"pid"' not in lock.path.read_text():
-        time.sleep(0.01)
-    lock.release()
-    assert not lock.lost and not list(tmp_path.iterdir())
-
-
-LOCK = {"host": "elsewhere", "pid": 5, "start": 5, "beat": 1.0}
-NO_LOCKS = [json.dumps({**LOCK, key: value}) for key, values in {
-    "host": [None, [], 3], "pid": [None, "5", -1, 0, True, 10**18, 1.5],
-    "beat": [None, "x", math.nan, math.inf, -1, 1e18, 10**400, []]}.items() for value in values]
-
-
-@pytest.mark.parametrize("text", ["[" * 100000, "[1]", "3", *NO_LOCKS])
-def test_a_lock_of_another_kind_is_refused(text, tmp_path):
-    (tmp_path / "lock.json").write_text(text)
-    with pytest.raises(ValueError, match="cannot be read as a lock"):
-        RunLock.refuse_live(tmp_path)
-
-
-def test_a_status_that_cannot_be_read_counts_as_none(tmp_path):
-    (tmp_path / "status.json").write_text("[" * 100000)
-    assert read_status(tmp_path) == {}
-
-
-@pytest.mark.parametrize("text", [None, '{"host": "%s", "pid": 4194304, "start": 5, "beat": 0}'])
-def test_a_lock_is_not_written_to_what_a_link_leads_to(text, tmp_path):
-    """text: of a lock whose process is gone; None: the link leads to nothing."""
-    if text is not None:
-        text = text % socket.gethostname()
-        (tmp_path / "other").write_text(text)
-    (tmp_path / "lock.json").symlink_to("other")
-    lock = RunLock(tmp_path)
-    assert not (tmp_path / "lock.json").is_symlink()
-    lock.release()
-    if text is not None:
-        assert (tmp_path / "other").read_text() == text
-    assert not (tmp_path / "lock.json").exists()
-
-
-@pytest.mark.parametrize("code, step, stays", [
-    (75, 7, True), (1, 7, True), (0, 7, True), (0, None, True), (75, None, False),
-    (2, None, False), (None, None, False)])
-def test_a_refused_start_leaves_the_outcome_of_steps(code, step, stays, tmp_path):
-    write_status(tmp_path, code, "before", step)
-    former = read_status(tmp_path)
-    replace_status(tmp_path, None, "starting")
-    replace_status(tmp_path, 2, "no such file", former=former)
-    assert (read_status(tmp_path) == former) == stays
+def test_a_run_heeds_the_stop_signals_of_its_config(tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    take_folder(run_in(tmp_path), ddp := Ddp(), False, ())
+    assert signal.getsignal(signal.SIGTERM) is before
+    signal.raise_signal(signal.SIGUSR1)
+    assert ddp.state.watch.requested.startswith("SIGUSR1")
+    end_watch(ddp)
 
 
 def test_what_a_killed_run_was_writing_is_removed(tmp_path):
     (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / ".last.pt.tmp").touch()
-    (tmp_path / ".config.yaml.tmp").touch()
-    open_run(tmp_path, False, ("checkpoints",)).release()
-    assert [path.name for path in tmp_path.rglob("*")] == ["checkpoints"]
+    for name in (".config.yaml.tmp", "notes.tmp", "checkpoints/.a.pt.tmp", "checkpoints/a.pt"):
+        (tmp_path / name).touch()
+    take(run_in(tmp_path))
+    assert sorted(os.listdir(tmp_path)) == ["checkpoints", "config.yaml", "lock", "notes.tmp",
+                                            "status.json"]
+    assert os.listdir(tmp_path / "checkpoints") == ["a.pt"]
 
 
-@pytest.mark.parametrize("seconds, replaced", [(-60, False), (60, True)])
-def test_a_failed_start_replaces_no_status_that_is_written_after_it_began(
-        seconds, replaced, tmp_path):
-    write_status(tmp_path, 1, "of another rank")
-    assert replace_status(tmp_path, 2, "of this one", since=time.time() + seconds) == replaced
-    assert read_status(tmp_path)["code"] == (2 if replaced else 1)
+def test_the_folder_of_a_finished_run_is_left_alone(tmp_path):
+    take(run_in(tmp_path / "w", step=10, finished="all steps done"))
+    assert not (tmp_path / "w").exists()
+
+
+def test_a_run_that_is_not_finished_with_no_step_left_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="last.pt is of step 10 of a run that is not finished, .* "
+                                         "asks for 10 steps; expected more"):
+        take(run_in(tmp_path / "w", step=10))
+    assert not (tmp_path / "w").exists()
+
+
+def test_a_fresh_start_renames_the_former_folder_to_the_first_free_name(tmp_path, capsys):
+    for number in (1, 2, 3):
+        take(run_in(tmp_path / "w", n_iters=number), fresh=True)
+    steps = {path.name: load_config(Config, path / "config.yaml").training.n_iters
+             for path in tmp_path.iterdir()}
+    assert steps == {"w.old1": 1, "w.old2": 2, "w": 3}
+    assert f"--fresh: the former run is now in {tmp_path}/w.old2" in capsys.readouterr().out
+
+
+def test_a_fresh_start_renames_what_a_link_leads_to(tmp_path):
+    """Such as a folder on a larger disk."""
+    (tmp_path / "large").mkdir()
+    (tmp_path / "large" / "metrics.jsonl").touch()
+    (tmp_path / "link").symlink_to("large")
+    rename_former(tmp_path / "link")
+    assert sorted(os.listdir(tmp_path)) == ["large.old1", "link"]
+
+
+@pytest.mark.parametrize("make", [lambda folder: None, lambda folder: folder.mkdir()],
+                         ids=["none", "empty"])
+def test_where_there_was_no_run_nothing_is_renamed(make, tmp_path):
+    make(tmp_path / "w")
+    rename_former(tmp_path / "w")
+    assert [path.name for path in tmp_path.iterdir()] in ([], ["w"])
+
+
+def test_a_folder_in_use_is_neither_taken_nor_renamed(tmp_path):
+    (tmp_path / "script.py").write_text(f"""
+import signal, sys
+sys.path.insert(0, {str(ROOT)!r})
+from ddp_setup import *
+start_watch(setup_ddp(quiet=True), "w", minutes=0)
+print("ready", flush=True)
+signal.pause()
+""")
+    with ForkedRanks(["script.py"], tmp_path, {0: {"DDP_GUARD": 0}}) as holder:
+        holder.wait_for("ready")
+        for refused in (lambda: take(run_in(tmp_path / "w")), lambda: refuse_in_use(tmp_path / "w"),
+                        lambda: take(run_in(tmp_path / "w"), fresh=True)):
+            with pytest.raises(ValueError, match=f"in use by process {holder.pids[0]} on"):
+                refused()
+    assert sorted(os.listdir(tmp_path)) == ["script.py", "w"]
+    assert sorted(os.listdir(tmp_path / "w")) == ["lock", "status.json"]    # of the holder
+
+
+def test_a_look_whether_a_folder_is_in_use_writes_nothing(tmp_path):
+    refuse_in_use(tmp_path / "none")
+    (tmp_path / "lock").write_text("process 5 on n0\n")    # which has ended
+    refuse_in_use(tmp_path)
+    assert os.listdir(tmp_path) == ["lock"]
+    assert (tmp_path / "lock").read_text() == "process 5 on n0\n"
