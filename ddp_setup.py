@@ -142,7 +142,7 @@ def setup_ddp(device: str = "auto", backend: str = "auto", seed: int = 0,    # n
               ranks: int | None = None, timeout: float | None = None,    # (a script's options)
               init_timeout: float = 300.0, quiet: bool = False, ipex: str = "auto") -> Ddp:
     """Find this process' rank and device, join the other ranks, and return a Ddp. If called again
-    in the same process, return the same Ddp.
+    in the same process, return the same Ddp. Several ranks cannot meet again after cleanup_ddp.
 
     Args:
         device: auto, cpu, cuda or xpu. backend: auto, nccl, gloo, xccl or ccl.
@@ -162,6 +162,9 @@ def setup_ddp(device: str = "auto", backend: str = "auto", seed: int = 0,    # n
             raise
         if not quiet:
             _print_notes(setup_ddp.current)
+    elif setup_ddp.current.state.clean:
+        raise SetupError("setup_ddp was called after cleanup_ddp. Expected one cleanup_ddp, at the "
+                         "end: several ranks can meet once in a process.")
     return setup_ddp.current
 
 
@@ -508,7 +511,8 @@ def cleanup_ddp(ddp: Ddp) -> None:
     except RuntimeError as error:   # perhaps another rank has died
         _end_all(ddp, _end_by(error))
     _tell_guard(ddp, left=True, limit=2 * CLOSING)   # a profiler may still write its traces
-    setup_ddp.current = None
+    if ddp.world_size == 1:   # such as in a notebook
+        setup_ddp.current = None
 
 
 # ---------------------------------------------------------------- launchers

@@ -109,6 +109,30 @@ def test_the_import_check_notices(name, source):
     assert len(broken_rules(name, source)) == 1
 
 
+def foreign_names(source):
+    """Names that a Python source uses of ddp_setup, but that are not public there."""
+    setup = ast.parse((ROOT / "ddp_setup.py").read_text())
+    public = next(ast.literal_eval(node.value) for node in setup.body
+                  if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__")
+    used = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module == "ddp_setup":
+            used += [alias.name for alias in node.names]
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "ddp_setup":
+            used.append(node.attr)
+    return sorted(set(used) - set(public))
+
+
+@pytest.mark.parametrize("path", code_files(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_only_public_names_of_ddp_setup_are_used_outside_of_it(path):
+    assert foreign_names(path.read_text()) == []
+
+
+def test_the_check_for_public_names_notices():
+    assert foreign_names("from ddp_setup import _join, abort\nimport ddp_setup\n"
+                         "ddp_setup._listen(ddp_setup.barrier)") == ["_join", "_listen"]
+
+
 def test_the_root_holds_what_one_runs_or_copies():
     assert {path.stem for path in ROOT.glob("*.py")} == SCRIPTS | TO_COPY
 

@@ -173,6 +173,17 @@ with setup_ddp(quiet=True, init_timeout=10.0) as ddp:
     assert (done.returncode, done.stdout) == (0, "2.0\n" * 2), done.text
 
 
+def test_several_ranks_that_would_meet_again_are_told_so_at_once(tmp_path):
+    done = run(2, """
+cleanup_ddp(setup_ddp(quiet=True))
+try:
+    setup_ddp()
+except SetupError as error:
+    print(error, flush=True)
+""", tmp_path)
+    assert done.returncode == 0 and done.stdout.count("called after cleanup_ddp") == 2, done.text
+
+
 STEP_OF_ONE_TASK = {"SLURM_JOB_ID": 77, "SLURM_STEP_ID": 4294967290, "SLURM_PROCID": 0,
                     "SLURM_LOCALID": 0, "SLURM_NTASKS": 4, "SLURM_STEP_NUM_TASKS": 1}
 TELL_THE_GUARD = """
