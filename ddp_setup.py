@@ -1535,7 +1535,7 @@ def lock_folder(folder: str | os.PathLike) -> IO:
 
     Returns: the open file. Raises: ValueError if another process holds the lock; OSError."""
     import fcntl
-    os.makedirs(folder, exist_ok=True)
+    os.makedirs(os.path.realpath(folder), exist_ok=True)   # perhaps a link that leads nowhere yet
     file = open(os.path.join(folder, "lock"), "a+", encoding="utf-8")
     file.seek(0)
     try:

@@ -80,8 +80,9 @@ def test_a_fresh_start_renames_what_a_link_leads_to(tmp_path):
     (tmp_path / "large").mkdir()
     (tmp_path / "large" / "metrics.jsonl").touch()
     (tmp_path / "link").symlink_to("large")
-    rename_former(tmp_path / "link")
-    assert sorted(os.listdir(tmp_path)) == ["large.old1", "link"]
+    take(run_in(tmp_path / "link"), fresh=True)
+    assert sorted(os.listdir(tmp_path)) == ["large", "large.old1", "link"]
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "large" / "config.yaml").exists()
 
 
 @pytest.mark.parametrize("make", [lambda folder: None, lambda folder: folder.mkdir()],
