@@ -1,5 +1,6 @@
 """Are checkpoints of ddp_setup whole at any moment, told from damaged ones, and found again?"""
 import os
+import time
 import signal
 import zipfile
 from pathlib import Path
@@ -31,12 +32,23 @@ def test_a_checkpoint_of_the_former_version_loads():
 
 
 @pytest.fixture
-def full_disk(tmp_path):
-    """The path of a checkpoint of step 1, whose next save finds no room."""
+def full_disk(tmp_path, monkeypatch):
+    """The path of a checkpoint of step 1, whose next save finds no room, also when it tries again."""
     path = tmp_path / "b.pt"
     save_checkpoint(path, Ddp(), step=1)
-    (tmp_path / ".b.pt.tmp").symlink_to("/dev/full")
+
+    def fill(*_):
+        (tmp_path / ".b.pt.tmp").symlink_to("/dev/full")
+
+    fill()
+    monkeypatch.setattr(time, "sleep", fill)
     return path
+
+
+def test_a_disk_that_is_full_for_seconds_takes_the_checkpoint_after_them(full_disk, monkeypatch):
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    save_checkpoint(full_disk, Ddp(), step=2)
+    assert load_checkpoint(full_disk)["step"] == 2
 
 
 def test_a_save_to_a_full_disk_leaves_the_checkpoint_of_before_and_nothing_else(full_disk):

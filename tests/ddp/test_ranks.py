@@ -295,7 +295,7 @@ def test_a_launchers_sigterm_is_no_failure_of_a_rank_that_loses_the_others(tmp_p
     """It came because another rank failed; the error that follows is no news."""
     done = run(2, """
 with setup_ddp(quiet=True) as ddp:
-    start_watch(ddp, "run")
+    start_watch(ddp)
     os.kill(os.getpid(), signal.SIGTERM)
     raise RuntimeError("connection closed by peer")
 """, tmp_path)

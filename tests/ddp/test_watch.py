@@ -370,8 +370,11 @@ with setup_ddp(quiet=True) as ddp:
 
 
 def test_after_an_error_that_a_person_must_mend_the_same_command_is_not_advised(tmp_path):
-    (tmp_path / ".full.pt.tmp").symlink_to("/dev/full")
     done, last = ends(tmp_path, """
+def fill(*_):
+    os.symlink("/dev/full", ".full.pt.tmp")
+fill()
+time.sleep = fill     # it is full at the second try too
 with setup_ddp(quiet=True) as ddp:
     save_checkpoint("last.pt", ddp, step=7)
     save_checkpoint("full.pt", ddp, step=8)
