@@ -17,7 +17,8 @@ XPU:
 Or `with setup_ddp(seed=0) as ddp:`. With `if stop_reason(ddp, step): save and leave` at each step,
 a run also stops in good order on a signal, before the walltime, or on a stop file.
 
-What a script calls comes first, in the order in which it calls it. How that works follows:
+What a script calls comes first, in the order in which it calls it. How that works follows, with
+some functions that few scripts call (detect_launcher, choose_device, seed_for, lock_folder):
 launchers, devices, where rank 0 is, how the ranks meet, one fails - all end, stop requests,
 checkpoint files, the doctor, Intel's extension.
 `python ddp_setup.py --doctor` prints what is found here and would be chosen, and `--doctor --help`
@@ -60,7 +61,8 @@ __all__ = [
     "save_checkpoint", "seed_for", "setup_ddp", "start_watch", "stop_reason",
     "stop_wanted", "unwrap_ddp", "worker_init", "wrap_ddp"]
 
-AGAIN = 75         # exit codes, beside 0 finished and 1 failed: stopped on request, work is left
+# Exit codes, beside 0 finished and 1 failed.
+AGAIN = 75         # stopped on request, work is left
 HANG = 70          # no progress
 BAD_INPUT = 2      # a person must change something
 INTERRUPTED = 130  # Ctrl-C
@@ -122,7 +124,6 @@ class State:
     checkpoint: str = ""          # path of the one to resume from
     step: int | None = None       # of that checkpoint
     advice: str = "The same command goes on from there."   # where there is a checkpoint
-    damaged: str = ""             # checkpoint that could not be loaded
     clean: bool = False           # cleanup_ddp was called
 
 
@@ -446,7 +447,7 @@ def save_checkpoint(path: str | os.PathLike, ddp: Ddp, keep_last: int = 1, resum
         state.update(world_size=ddp.world_size, versions={
             "torch": str(torch.__version__), "python": sys.version.split()[0]})
         try:
-            _write_checkpoint(path, ddp, keep_last, state)
+            _write_checkpoint(path, keep_last, state)
         except Exception as error:   # perhaps what torch.save cannot write, or torch.load read
             problem = f"cannot write {path}: {_in_one_line(_of_the_system(error))}"
     problem = broadcast(problem, ddp)
@@ -477,7 +478,6 @@ def load_checkpoint(path: str | os.PathLike, ddp: Ddp | None = None) -> Any:
     if troubles:
         lines = [f"ATTENTION: {trouble}" for trouble in troubles]
         print0(ddp, "\n".join([*lines, f"  Going back to {used}."]))
-        ddp.state.damaged = os.path.realpath(path)
     note_progress(ddp)
     _note_checkpoint(ddp, used, state if isinstance(state, dict) else {})
     return state
@@ -591,11 +591,12 @@ def detect_launcher(env: dict, mpi: tuple[int, int] | None = None) -> Ddp:
         notes.append(f"outer launcher {other.launcher} says rank {other.rank} of {other.size}: "
                      f"not used")
     _refuse_incomplete(chosen, env)
+    if chosen.size == 1:   # its step may be salloc's own shell
+        return Ddp(local_rank=chosen.local_rank, launcher=chosen.launcher, notes=tuple(notes))
     local_size = chosen.local_size
-    if chosen.size == 1 or (chosen.slurm_step and _int(env, "SLURM_STEP_NUM_NODES") == 1):
+    if chosen.slurm_step and _int(env, "SLURM_STEP_NUM_NODES") == 1:
         local_size = chosen.size   # Slurm sets no plain number for this
-    node_rank = 0 if chosen.size == 1 else None   # of several ranks: known when they meet
-    return Ddp(chosen.rank, chosen.size, chosen.local_rank, local_size, node_rank,
+    return Ddp(chosen.rank, chosen.size, chosen.local_rank, local_size, node_rank=None,
                launcher=chosen.launcher, slurm_step=chosen.slurm_step or "", notes=tuple(notes))
 
 
@@ -983,12 +984,9 @@ def _place_of_rank_0(ddp, env):
             f"all ranks.")
     if port:
         return Address(host, port, "from MASTER_PORT")
-    return Address(host, _computed_port(ddp, env), "by the launcher's id")
-
-
-def _computed_port(ddp, env):
-    """A port that all ranks of this launch compute alike, below the kernel's ephemeral ports."""
-    return 10000 + seed_for(f"{ddp.launcher} {_launch_name(ddp, env)} {ddp.world_size}") % 20000
+    # All ranks of this launch compute it alike; it is below the kernel's ephemeral ports.
+    port = 10000 + seed_for(f"{ddp.launcher} {_launch_name(ddp, env)} {ddp.world_size}") % 20000
+    return Address(host, port, "by the launcher's id")
 
 
 def _launch_name(ddp, env):
@@ -1364,10 +1362,12 @@ def _end_all(ddp, end):
     if ddp.world_size > 1 and (end.perhaps_lost or not ddp.is_main):
         time.sleep(CULPRIT_FIRST)
     if _is_first_to_speak(ddp):
-        _write_status(ddp, code, _with_place(ddp, cause))
+        place = f"rank {ddp.rank} of {ddp.world_size} on {ddp.host}"
+        reason = cause if ddp.world_size == 1 else f"{place}: {cause}"
+        _write_status(ddp, code, reason)
         with contextlib.suppress(OSError, ValueError):
             if end.text:
-                print(_last_words(ddp, end, code, cause), file=sys.stderr, flush=True)
+                print(_last_words(ddp, place, end, code, cause), file=sys.stderr, flush=True)
         if ddp.is_main and ddp.world_size > 1:   # those that fail too learn that from its store
             time.sleep(CULPRIT_FIRST + 0.5)
         _end_others(ddp, code)
@@ -1388,15 +1388,8 @@ def _is_first_to_speak(ddp):
     return True
 
 
-def _with_place(ddp, cause):
-    if ddp.world_size == 1:
-        return cause
-    return f"rank {ddp.rank} of {ddp.world_size} on {ddp.host}: {cause}"
-
-
-def _last_words(ddp, end, code, cause):
+def _last_words(ddp, place, end, code, cause):
     """What a rank prints at its end: the text, then one line with rank and cause."""
-    place = f"rank {ddp.rank} of {ddp.world_size} on {ddp.host}"
     if code == BAD_INPUT:   # nothing has run yet
         return f"\n[{place}] {end.text}"
     stop = "" if cause[-1:] in ".?" else "."
@@ -1689,19 +1682,16 @@ def _rotate(path, keep_last):
         os.replace(_kept(path, k - 1), _kept(path, k))
 
 
-def _write_checkpoint(path, ddp, keep_last, state):
-    def before_rename(temporary):
+def _write_checkpoint(path, keep_last, state):
+    def check_and_make_room(temporary):
         unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(temporary)
         if unsafe:
             raise TypeError(f"it holds {', '.join(unsafe)}; expected tensors and plain types "
                             f"(float(x), x.tolist()), which torch.load(weights_only=True) reads")
-        if ddp.state.damaged == os.path.realpath(path):   # replace it, and keep the good ones
-            ddp.state.damaged = ""
-        else:
-            _rotate(path, keep_last)
+        _rotate(path, keep_last)
 
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    _write_whole(path, lambda file: torch.save(state, file), before_rename)
+    _write_whole(path, lambda file: torch.save(state, file), check_and_make_room)
 
 
 def _write_whole(path, write, before_rename=None):

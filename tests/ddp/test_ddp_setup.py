@@ -166,6 +166,7 @@ def test_a_step_is_only_that_of_all_ranks_if_srun_has_started_each_of_them():
     """It is cancelled when a rank fails; salloc's shell, or the step around torchrun, is not."""
     assert detect_launcher({**FIFTH.slurm(), **FIFTH.pmi2()}).slurm_step == "77.0"
     assert detect_launcher({**BATCH_SHELL, **ALONE.slurm()}).slurm_step == ""
+    assert detect_launcher({**ALONE.slurm(), **ALONE.torchrun()}).slurm_step == ""
     assert detect_launcher({**Place(rank=1).slurm(), **FIFTH.torchrun()}).slurm_step == ""
 
 
