@@ -725,6 +725,7 @@ def _seen(env):
 #
 #   rank with local rank r  -->  device r modulo the number of visible ones: a launcher may let a
 #                                rank see all devices of its host, some, or only its own one
+# What each backend serves; of those that serve a device, the first one is the default.
 BACKENDS = {"nccl": ("cuda",), "gloo": ("cpu", "cuda"), "xccl": ("xpu",), "ccl": ("xpu", "cpu")}
 
 
@@ -734,38 +735,37 @@ def choose_device(device: str, backend: str, local_rank: int, found: dict,
 
     Args:
         device: auto | cpu | cuda | xpu. backend: auto, or a name of BACKENDS.
-        found: {'cuda' or 'xpu': how many are visible, 'backends': names that this torch has}.
+        found: {'cuda' or 'xpu': how many are visible, 'backends': names that this torch has, in
+            the order of BACKENDS}.
         ranks: how many there are; a single rank needs no backend, unless `backend` names one.
     Returns: (device, backend, reason).
     Raises: SetupError if what was asked for is not available; it says what is.
     """
     asked = f"--device {device}, --backend {backend}"
-    counts = {kind: found.get(kind, 0) for kind in ("cuda", "xpu")}
+    kinds = [kind for kind in ("cuda", "xpu") if found.get(kind)]
     kind = device
     if device == "auto":
-        kind = next((kind for kind in counts if counts[kind]), "cpu")
+        kind = [*kinds, "cpu"][0]
+    serving = [name for name in found["backends"] if kind in BACKENDS[name]]
     chosen = backend
     if backend == "auto":
-        chosen = dist.get_default_backend_for_device(kind)
-        if chosen == "xccl" and "xccl" not in found["backends"]:
-            chosen = "ccl"
-    here = ", ".join(["cpu", *(f"{count} {kind}" for kind, count in counts.items() if count),
-                      *found["backends"]])
+        chosen = [*serving, "none"][0]
     problem = ""
-    if kind != "cpu" and not counts[kind]:
+    if kind not in [*kinds, "cpu"]:
         problem = f"no {kind} device is visible"
-    elif kind not in BACKENDS[chosen]:
-        problem = f"backend {chosen} does not serve {kind}"
-    elif chosen not in found["backends"] and (ranks > 1 or backend != "auto"):
-        problem = f"this torch lacks the backend {chosen}"
+    elif chosen == "none" and ranks > 1:
+        problem = f"no backend of this torch serves {kind}"
+    elif chosen not in [*serving, "none"]:
+        problem = f"backend {chosen} does not serve {kind} here"
     if problem:
+        here = ", ".join(["cpu", *(f"{found[kind]} {kind}" for kind in kinds), *found["backends"]])
         raise SetupError(f"{asked}: {problem}. Available here: {here}. Choose --device auto and "
                          f"--backend auto, or among these.")
     if kind == "cpu":
         return torch.device("cpu"), chosen, f"device cpu; backend {chosen} ({asked})"
-    index = local_rank % counts[kind]
+    index = local_rank % found[kind]
     return (torch.device(kind, index), chosen,
-            f"device {kind}:{index} of {counts[kind]}; backend {chosen} ({asked})")
+            f"device {kind}:{index} of {found[kind]}; backend {chosen} ({asked})")
 
 
 def _found_devices(backend="auto", ipex="auto"):
@@ -785,9 +785,6 @@ def _bind_device(ddp, device, backend):
     if backend == "xpu":   # as earlier scripts called the best one for an XPU
         device = "xpu"
         backend = "auto"
-    if device not in ("auto", "cpu", "cuda", "xpu") or backend not in ("auto", *BACKENDS):
-        raise SetupError(f"--device {device}, --backend {backend} are not known; expected auto, "
-                         f"cpu, cuda or xpu, and auto, {', '.join(BACKENDS)}")
     found = _found_devices(backend, ddp.state.ipex)
     target, chosen, reason = choose_device(device, backend, ddp.local_rank, found, ddp.world_size)
     if target.type != "cpu":
