@@ -6,9 +6,10 @@
 
 `supervise` starts the same command again as a child, the rank, and stays as its guard: a process
 without torch, which works even if the rank is stopped or holds the GIL. It speaks for its own rank
-only, and in two cases: the rank died of a signal, or made no progress within its limit. It then
-prints `FAILED: rank R of N on HOST: cause`, notes it in status.json, and exits with a code. Ending
-the other ranks is the launcher's task: it does so for an exit code (MPICH and Slurm are asked to).
+only, and in three cases: the rank died of a signal, left without cleanup_ddp and without a word, or
+made no progress within its limit. It then prints `FAILED: rank R of N on HOST: cause`, notes it in
+status.json, and exits with a code. Ending the other ranks is the launcher's task: it does so for an
+exit code (MPICH and Slurm are asked to).
 
     rank  --- lines of JSON through a pipe --->  its guard, the parent
           <-- signals; at the limit SIGQUIT ---  for the stacks; then SIGKILL
@@ -333,9 +334,7 @@ def tells_a_failure(known):
 
 def write_status(known, code, reason):
     """Write status.json in place of the rank, which cannot any more, unless an end stands there.
-
-    ddp_setup.py has its own: this file imports nothing of ours, and writes without any buffer, as
-    the disk may be full."""
+    ddp_setup.py has its own: this file imports nothing of ours."""
     if known.run_dir is None or status_code(known) is not None:
         return
     path = f"{known.run_dir}/status.json"

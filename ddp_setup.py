@@ -17,7 +17,8 @@ XPU:
 Or `with setup_ddp(seed=0) as ddp:`. With `if stop_reason(ddp, step): save and leave` at each step,
 a run also stops in good order on a signal, before the walltime, or on a stop file.
 
-What a script calls comes first, in the order in which it calls it. How that works follows:
+What a script calls comes first, in the order in which it calls it. How that works follows, with
+some functions that few scripts call (detect_launcher, choose_device, seed_for, lock_folder):
 launchers, devices, where rank 0 is, how the ranks meet, one fails - all end, stop requests,
 checkpoint files, the doctor, Intel's extension.
 `python ddp_setup.py --doctor` prints what is found here and would be chosen, and `--doctor --help`
@@ -61,7 +62,8 @@ __all__ = [
     "save_checkpoint", "seed_for", "setup_ddp", "start_watch", "stop_reason",
     "stop_wanted", "unwrap_ddp", "worker_init", "wrap_ddp"]
 
-AGAIN = 75         # exit codes, beside 0 finished and 1 failed: stopped on request, work is left
+# Exit codes, beside 0 finished and 1 failed.
+AGAIN = 75         # stopped on request, work is left
 HANG = 70          # no progress
 BAD_INPUT = 2      # a person must change something
 INTERRUPTED = 130  # Ctrl-C
@@ -124,7 +126,6 @@ class State:
     checkpoint: str = ""          # path of the one to resume from
     step: int | None = None       # of that checkpoint
     advice: str = "The same command goes on from there."   # where there is a checkpoint
-    damaged: str = ""             # checkpoint that could not be loaded
     terminated: bool = False      # by SIGTERM, as launchers do when another rank has failed
     clean: bool = False           # cleanup_ddp was called
 
@@ -451,7 +452,7 @@ def save_checkpoint(path: str | os.PathLike, ddp: Ddp, keep_last: int = 1, resum
     if ddp.is_main:
         state.update(world_size=ddp.world_size, versions={
             "torch": str(torch.__version__), "python": sys.version.split()[0]})
-        problem = _try_to_write(path, ddp, keep_last, state)
+        problem = _try_to_write(path, keep_last, state)
     problem = broadcast(problem, ddp)
     note_progress(ddp)
     if problem:
@@ -480,7 +481,6 @@ def load_checkpoint(path: str | os.PathLike, ddp: Ddp | None = None) -> Any:
     if troubles:
         lines = [f"ATTENTION: {trouble}" for trouble in troubles]
         print0(ddp, "\n".join([*lines, f"  Going back to {used}."]))
-        ddp.state.damaged = os.path.realpath(path)
     note_progress(ddp)
     _note_checkpoint(ddp, used, state if isinstance(state, dict) else {})
     return state
@@ -595,16 +595,13 @@ def detect_launcher(env: dict, mpi: tuple[int, int] | None = None) -> Ddp:
         notes.append(f"outer launcher {other.launcher} says rank {other.rank} of {other.size}: "
                      f"not used")
     _refuse_incomplete(chosen, env)
+    if chosen.size == 1:   # its step may be salloc's own shell
+        return Ddp(local_rank=chosen.local_rank, launcher=chosen.launcher, notes=tuple(notes))
     local_size = chosen.local_size
-    if chosen.size == 1 or (chosen.slurm_step and _int(env, "SLURM_STEP_NUM_NODES") == 1):
+    if chosen.slurm_step and _int(env, "SLURM_STEP_NUM_NODES") == 1:
         local_size = chosen.size   # Slurm sets no plain number for this
-    node_rank = None   # of several ranks: known when they meet
-    slurm_step = chosen.slurm_step or ""
-    if chosen.size == 1:
-        node_rank = 0
-        slurm_step = ""   # perhaps that of salloc's own shell
-    return Ddp(chosen.rank, chosen.size, chosen.local_rank, local_size, node_rank,
-               launcher=chosen.launcher, slurm_step=slurm_step, notes=tuple(notes))
+    return Ddp(chosen.rank, chosen.size, chosen.local_rank, local_size, node_rank=None,
+               launcher=chosen.launcher, slurm_step=chosen.slurm_step or "", notes=tuple(notes))
 
 
 def _claims(env, mpi=None):
@@ -732,6 +729,7 @@ def _seen(env):
 #
 #   rank with local rank r  -->  device r modulo the number of visible ones: a launcher may let a
 #                                rank see all devices of its host, some, or only its own one
+# What each backend serves; of those that serve a device, the first one is the default.
 BACKENDS = {"nccl": ("cuda",), "gloo": ("cpu", "cuda"), "xccl": ("xpu",), "ccl": ("xpu", "cpu")}
 
 
@@ -741,38 +739,37 @@ def choose_device(device: str, backend: str, local_rank: int, found: dict,
 
     Args:
         device: auto | cpu | cuda | xpu. backend: auto, or a name of BACKENDS.
-        found: {'cuda' or 'xpu': how many are visible, 'backends': names that this torch has}.
+        found: {'cuda' or 'xpu': how many are visible, 'backends': names that this torch has, in
+            the order of BACKENDS}.
         ranks: how many there are; a single rank needs no backend, unless `backend` names one.
     Returns: (device, backend, reason).
     Raises: SetupError if what was asked for is not available; it says what is.
     """
     asked = f"--device {device}, --backend {backend}"
-    counts = {kind: found.get(kind, 0) for kind in ("cuda", "xpu")}
+    kinds = [kind for kind in ("cuda", "xpu") if found.get(kind)]
     kind = device
     if device == "auto":
-        kind = next((kind for kind in counts if counts[kind]), "cpu")
+        kind = [*kinds, "cpu"][0]
+    serving = [name for name in found["backends"] if kind in BACKENDS[name]]
     chosen = backend
     if backend == "auto":
-        chosen = dist.get_default_backend_for_device(kind)
-        if chosen == "xccl" and "xccl" not in found["backends"]:
-            chosen = "ccl"
-    here = ", ".join(["cpu", *(f"{count} {kind}" for kind, count in counts.items() if count),
-                      *found["backends"]])
+        chosen = [*serving, "none"][0]
     problem = ""
-    if kind != "cpu" and not counts[kind]:
+    if kind not in [*kinds, "cpu"]:
         problem = f"no {kind} device is visible"
-    elif kind not in BACKENDS[chosen]:
-        problem = f"backend {chosen} does not serve {kind}"
-    elif chosen not in found["backends"] and (ranks > 1 or backend != "auto"):
-        problem = f"this torch lacks the backend {chosen}"
+    elif chosen == "none" and ranks > 1:
+        problem = f"no backend of this torch serves {kind}"
+    elif chosen not in [*serving, "none"]:
+        problem = f"backend {chosen} does not serve {kind} here"
     if problem:
+        here = ", ".join(["cpu", *(f"{found[kind]} {kind}" for kind in kinds), *found["backends"]])
         raise SetupError(f"{asked}: {problem}. Available here: {here}. Choose --device auto and "
                          f"--backend auto, or among these.")
     if kind == "cpu":
         return torch.device("cpu"), chosen, f"device cpu; backend {chosen} ({asked})"
-    index = local_rank % counts[kind]
+    index = local_rank % found[kind]
     return (torch.device(kind, index), chosen,
-            f"device {kind}:{index} of {counts[kind]}; backend {chosen} ({asked})")
+            f"device {kind}:{index} of {found[kind]}; backend {chosen} ({asked})")
 
 
 def _found_devices(backend="auto", ipex="auto"):
@@ -792,9 +789,6 @@ def _bind_device(ddp, device, backend):
     if backend == "xpu":   # as earlier scripts called the best one for an XPU
         device = "xpu"
         backend = "auto"
-    if device not in ("auto", "cpu", "cuda", "xpu") or backend not in ("auto", *BACKENDS):
-        raise SetupError(f"--device {device}, --backend {backend} are not known; expected auto, "
-                         f"cpu, cuda or xpu, and auto, {', '.join(BACKENDS)}")
     found = _found_devices(backend, ddp.state.ipex)
     target, chosen, reason = choose_device(device, backend, ddp.local_rank, found, ddp.world_size)
     if target.type != "cpu":
@@ -1387,10 +1381,12 @@ def _end_all(ddp, end):
     if ddp.world_size > 1 and (end.perhaps_lost or not ddp.is_main):
         time.sleep(CULPRIT_FIRST)
     if _is_first_to_speak(ddp):
-        _write_status(ddp, code, _with_place(ddp, cause))
+        place = f"rank {ddp.rank} of {ddp.world_size} on {ddp.host}"
+        reason = cause if ddp.world_size == 1 else f"{place}: {cause}"
+        _write_status(ddp, code, reason)
         with contextlib.suppress(OSError, ValueError):
             if end.text:
-                print(_last_words(ddp, end, code, cause), file=sys.stderr, flush=True)
+                print(_last_words(ddp, place, end, code, cause), file=sys.stderr, flush=True)
         if ddp.is_main and ddp.world_size > 1:   # those that fail too learn that from its store
             time.sleep(CULPRIT_FIRST + 0.5)
         _end_others(ddp, code)
@@ -1411,15 +1407,8 @@ def _is_first_to_speak(ddp):
     return True
 
 
-def _with_place(ddp, cause):
-    if ddp.world_size == 1:
-        return cause
-    return f"rank {ddp.rank} of {ddp.world_size} on {ddp.host}: {cause}"
-
-
-def _last_words(ddp, end, code, cause):
+def _last_words(ddp, place, end, code, cause):
     """What a rank prints at its end: the text, then one line with rank and cause."""
-    place = f"rank {ddp.rank} of {ddp.world_size} on {ddp.host}"
     if code == BAD_INPUT:   # nothing has run yet
         return f"\n[{place}] {end.text}"
     stop = "" if cause[-1:] in ".?" else "."
@@ -1719,12 +1708,12 @@ def _rotate(path, keep_last):
         os.replace(_kept(path, k - 1), _kept(path, k))
 
 
-def _try_to_write(path, ddp, keep_last, state):
+def _try_to_write(path, keep_last, state):
     """Write a checkpoint on rank 0; once more after some seconds if the disk is full, as that may
     pass. Returns what is wrong, or ""."""
     for is_last_try in (False, True):
         try:
-            _write_checkpoint(path, ddp, keep_last, state)
+            _write_checkpoint(path, keep_last, state)
             return ""
         except Exception as e:   # perhaps what torch.save cannot write, or torch.load would refuse
             error = _of_the_system(e)
@@ -1733,19 +1722,16 @@ def _try_to_write(path, ddp, keep_last, state):
         time.sleep(DISK_FULL)
 
 
-def _write_checkpoint(path, ddp, keep_last, state):
-    def before_rename(temporary):
+def _write_checkpoint(path, keep_last, state):
+    def check_and_make_room(temporary):
         unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(temporary)
         if unsafe:
             raise TypeError(f"it holds {', '.join(unsafe)}; expected tensors and plain types "
                             f"(float(x), x.tolist()), which torch.load(weights_only=True) reads")
-        if ddp.state.damaged == os.path.realpath(path):   # replace it, and keep the good ones
-            ddp.state.damaged = ""
-        else:
-            _rotate(path, keep_last)
+        _rotate(path, keep_last)
 
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    _write_whole(path, lambda file: torch.save(state, file), before_rename)
+    _write_whole(path, lambda file: torch.save(state, file), check_and_make_room)
 
 
 def _write_whole(path, write, before_rename=None):
