@@ -152,13 +152,13 @@ def setup_ddp(device: str = "auto", backend: str = "auto", seed: int = 0,    # n
         init_timeout: seconds to wait for all ranks to appear.
         quiet: do not print what was found. ipex: auto, on or off, see optimize_with_ipex.
     Raises: SetupError (a RuntimeError) with what was found and what to do, naming missing ranks.
-        It is raised on rank 0, or before the ranks have met on the first of each host; the others
-        wait for their launcher to end them."""
+        It is raised on one rank, or before the ranks have met on one per host; the others exit with
+        its `code`."""
     if setup_ddp.current is None:
         try:
             setup_ddp.current = _set_up(device, backend, seed, ranks, timeout, init_timeout, ipex)
-        except SetupError:
-            _let_first_on_host_speak()
+        except SetupError as error:
+            _leave_unless_first_on_host(error)
             raise
         if not quiet:
             _print_notes(setup_ddp.current)
@@ -882,15 +882,19 @@ def _refuse_other_size(ddp, name, wanted):
                          f"srun -n, torchrun --nproc_per_node) or change {name}.")
 
 
-def _let_first_on_host_speak():
-    """On all ranks but the first of each host: wait for that one, which has most errors too and
-    prints them. Launchers end all when it has exited. A rank that lives on is the only one that has
-    this error, and prints it."""
+def _leave_unless_first_on_host(error):
+    """Exit with an error's code on all ranks but the first of each host, which prints it."""
     for row in LAUNCHERS.values():
         for name in row.local_rank.split():
             if os.environ.get(name, "").strip() not in ("", "0"):
-                time.sleep(MARGIN)
-                return
+                _leave_silently(error.code)
+
+
+def _leave_silently(code):
+    """Exit after the rank that prints the error: when that one exits, launchers end this one."""
+    time.sleep(MARGIN)
+    sys.stdout.flush()
+    os._exit(code)
 
 
 def _print_notes(ddp):
@@ -1230,8 +1234,7 @@ def _leave_with(verdict, store, ddp):
     """End because of rank 0's verdict, which rank 0 alone prints."""
     if not ddp.is_main:
         store.set(f"read/{ddp.rank}", "")
-        time.sleep(MARGIN)   # the launcher ends this rank when rank 0 has exited
-        os._exit(verdict["code"])
+        _leave_silently(verdict["code"])
     others = [f"read/{rank}" for rank in range(1, ddp.world_size)
               if store.check([f"here/{rank}"])]
     with contextlib.suppress(RuntimeError):   # the store ends with rank 0: they must read it first
