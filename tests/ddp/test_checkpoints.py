@@ -33,11 +33,7 @@ def test_a_checkpoint_of_the_former_version_loads():
 
 @pytest.fixture
 def full_disk(tmp_path, monkeypatch):
-<<<<<<< HEAD
-    """The path of a checkpoint of step 1, whose next save finds no room, even in its second try."""
-=======
     """Path of a checkpoint of step 1, whose next save finds no room, also at its second try."""
->>>>>>> 729a767cd945d963d79edb90444db4ea2183b22e
     path = tmp_path / "b.pt"
     save_checkpoint(path, Ddp(), step=1)
 
