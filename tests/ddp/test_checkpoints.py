@@ -33,7 +33,7 @@ def test_a_checkpoint_of_the_former_version_loads():
 
 @pytest.fixture
 def full_disk(tmp_path, monkeypatch):
-    """The path of a checkpoint of step 1, whose next save finds no room, even in its second try."""
+    """Path of a checkpoint of step 1, whose next save finds no room, also at its second try."""
     path = tmp_path / "b.pt"
     save_checkpoint(path, Ddp(), step=1)
 
