@@ -453,8 +453,7 @@ def run_checks(ddp, args):
 
 def own_host(ddp):
     """The name of this host, under Slurm that which its --exclude takes."""
-    started_by_slurm = os.environ.get("SLURM_PROCID") == str(ddp.rank)   # not left by a batch job
-    return (started_by_slurm and os.environ.get("SLURMD_NODENAME")) or ddp.host
+    return (ddp.slurm_step and os.environ.get("SLURMD_NODENAME")) or ddp.host
 
 
 def measure(check, ddp, args):
