@@ -981,21 +981,21 @@ def _place_of_rank_0(ddp, env):
             f"all ranks.")
     if port:
         return Address(host, port, "from MASTER_PORT")
+    name = _launch_name(ddp, env)
+    if not LAUNCHERS[ddp.launcher].launch and ddp.on_one_host:
+        name += f" {_launcher_process(ddp)}"
     # All ranks of this launch compute it alike; it is below the kernel's ephemeral ports.
-    port = 10000 + seed_for(f"{ddp.launcher} {_launch_name(ddp, env)} {ddp.world_size}") % 20000
+    port = 10000 + seed_for(f"{ddp.launcher} {name} {ddp.world_size}") % 20000
     return Address(host, port, "by the launcher's id")
 
 
 def _launch_name(ddp, env):
-    """What tells this launch from others: identifiers of the job and of the launch, or else, on one
-    host, the launcher's process id."""
+    """What tells this launch from others: the identifiers that the launcher and the batch system
+    give it, if any."""
     names = f"{JOBS} {LAUNCHERS[ddp.launcher].launch} TORCHELASTIC_RESTART_COUNT"
     if ddp.slurm_step:   # perhaps beside another row
         names += f" {LAUNCHERS['Slurm step'].launch}"
-    found = [env[name] for name in names.split() if env.get(name)]
-    if not LAUNCHERS[ddp.launcher].launch and ddp.on_one_host:
-        found.append(_launcher_process(ddp))
-    return "-".join(found)
+    return "-".join(env[name] for name in names.split() if env.get(name))
 
 
 def _launcher_process(ddp):
