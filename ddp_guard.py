@@ -214,6 +214,8 @@ class Guard:
         """Pass a signal on to the rank: SIGHUP, of a closed terminal, as a SIGTERM."""
         if number == signal.SIGTERM:
             self.terminated = True
+            if tells_a_failure(self.known):   # the launcher ends all: nothing can be saved
+                self.ending = True
         if self.ending and number in (signal.SIGTERM, signal.SIGINT):
             self.rank.kill()
             os._exit(128 + number)
