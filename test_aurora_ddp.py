@@ -664,8 +664,9 @@ def read_arguments(argv):
 
 
 def start_ranks(args, argv):
-    """Start the ranks of this host, if --nproc_per_node or --nnodes asks for it."""
-    if args.nproc_per_node is None and args.nnodes is None:
+    """Start the ranks of this host, if --nproc_per_node, --nnodes, ... ask for it."""
+    given = (args.nproc_per_node, args.nnodes, args.node_rank, args.master_addr, args.master_port)
+    if given.count(None) == len(given):
         return
     try:
         from training.launch import start_ranks_if_asked
