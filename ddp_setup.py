@@ -989,14 +989,6 @@ def _place_of_rank_0(ddp, env):
     return Address(host, _computed_port(ddp, env), "by the launcher's id")
 
 
-def _seen_from_outside(ddp, host):
-    """`host`, or this host's own address where the name means the loopback here, as Debian maps a
-    host's own name: other hosts could not reach that."""
-    if ddp.on_one_host or not _resolved(host).startswith("127."):
-        return host
-    return _own_address()
-
-
 def _computed_port(ddp, env):
     """A port that all ranks of this launch compute alike, below the kernel's ephemeral ports."""
     jobs = [env[name] for name in JOBS.split() if env.get(name)]
