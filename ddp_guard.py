@@ -111,11 +111,17 @@ def start_rank(command):
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)   # if ignored, exit codes are lost
     rank = subprocess.Popen(
         command,
-        preexec_fn=die_with_parent,
+        preexec_fn=prepare_rank,
         close_fds=False,    # MPICH and Intel MPI give the rank a descriptor
         env={**os.environ, "DDP_GUARD_FD": address})
     os.close(ranks_end)
     return rank, pipe
+
+
+def prepare_rank():
+    """What the rank inherits from the moment before its command is started."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)   # a closed terminal tells both: see pass_on
+    die_with_parent()
 
 
 def die_with_parent(number=signal.SIGKILL):

@@ -1093,6 +1093,10 @@ def _join(ddp, env, limit, error):
     store, address = _open_store(ddp, env, limit)
     # torchrun's agent keeps its store over restarts; and two runs may be given one port
     store = dist.PrefixStore(f"ddp/{_launch_name(ddp, env)}", store)
+    if store.add(f"started/{ddp.rank}", 1) > 1:   # joining would end the run that is there
+        raise SetupError(f"another run has met at {address}, found {address.source}. Expected a "
+                         f"port of its own for each run. Leave MASTER_ADDR and MASTER_PORT unset "
+                         f"to have one found, or choose another port.")
     report = {"host": ddp.host, "backend": ddp.backend, "torch": torch.__version__,
               "error": error, "device": None if error else _device_id(ddp.device)}
     store.set(f"here/{ddp.rank}", json.dumps(report))
