@@ -100,7 +100,7 @@ def ranks_meet(command):
     try:
         ddp = setup_ddp(launch.device, launch.backend, ranks=launch.ranks, ipex=launch.ipex,
                         timeout=collective_timeout, init_timeout=launch.init_timeout)
-    except (ValueError, RuntimeError, OSError) as error:
+    except (ValueError, RuntimeError) as error:
         exit_before_start(command, error)
     ddp.state.advice = ADVICE
     with ddp:

@@ -199,7 +199,8 @@ def await_ranks(ranks: dict[int, subprocess.Popen], signals: list[int]) -> dict[
             if rank in codes or process.poll() is None:
                 continue
             codes[rank] = process.returncode
-            if has_failed(process.returncode) and kill_at is None:
+            is_complete = process.returncode in (0, AGAIN)
+            if not is_complete and kill_at is None:   # by SIGTERM too: the others would wait for it
                 kill_at = time.monotonic() + FAILED_SECONDS
                 send(ranks, signal.SIGTERM)
         if kill_at is not None and time.monotonic() > kill_at:

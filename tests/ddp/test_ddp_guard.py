@@ -280,6 +280,15 @@ def test_a_ctrl_c_that_the_terminal_itself_sends_comes_to_the_rank_once():
     assert death_after_signals(True, "SIGINT", "SIGUSR1") == "SIGUSR1"
 
 
+def test_a_closed_terminal_which_tells_the_whole_process_group_does_not_end_the_rank(tmp_path):
+    done = guarded("""
+import os, signal
+os.kill(os.getpid(), signal.SIGHUP)
+print("lives")
+""", tmp_path)
+    assert (done.returncode, done.stdout) == (0, "lives\n"), done.stderr
+
+
 def ignore_closed_terminals():
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 

@@ -412,6 +412,22 @@ def test_a_port_of_another_program_ends_all_at_once_with_code_2(launcher, tmp_pa
     assert result.stderr.count(f"cannot listen on 127.0.0.1:{port}") == 1, result.text
 
 
+def test_a_run_whose_port_a_second_one_is_given_goes_on(tmp_path):
+    with by_hand(tmp_path, """
+import subprocess
+ddp_setup.MARGIN = 0.1
+ddp = setup_ddp(quiet=True)
+barrier(ddp)
+if ddp.is_main and "second" not in sys.argv:
+    second = {**os.environ, "DDP_RANK": "1", "DDP_LOCAL_RANK": "1"}
+    print(subprocess.run([sys.executable, __file__, "second"], env=second).returncode, flush=True)
+all_sum(1.0, ddp)
+cleanup_ddp(ddp)
+""", range(2)) as ranks:
+        assert ranks.codes() == [0, 0], ranks.err()
+        assert ranks.out(0) == "2\n", ranks.err()
+
+
 def test_an_mpirun_of_another_mpi_is_refused_instead_of_many_runs_of_one_rank(tmp_path):
     need("mpich")
     need("openmpi")

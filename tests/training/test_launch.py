@@ -37,6 +37,11 @@ while not all(os.path.exists(f"here{{r}}") for r in range(int(world))):
     time.sleep(0.01)
 if args.end == "killed" and rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
+if args.end == "terminated":   # as one that imports torch still
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(600)
 if args.end == "interrupted":   # as one that Ctrl-C meets while it imports torch
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGINT)
@@ -76,6 +81,13 @@ def test_ranks_started_here_end_with_their_own_code_and_word(tmp_path, end, code
         expected = [f"FAILED: rank 1 of 2 on {socket.gethostname()}: died without a word "
                     "(SIGKILL: out of memory?)"]
     assert others == expected, result.text
+
+
+def test_a_rank_that_sigterm_ends_before_it_can_save_ends_the_others(tmp_path):
+    (tmp_path / "s.py").write_text(RANKS.format(root=str(ROOT)))
+    result = run_ranks("python", 1, ["s.py", "--nproc_per_node", "2", "--end", "terminated"],
+                       tmp_path, timeout=300)
+    assert (result.returncode, result.leftover) == (1, []), result.text
 
 
 # Stands before torch, and waits for Ctrl-C, in a rank of a launcher or where there is none.
