@@ -210,6 +210,8 @@ class Guard:
 
     def pass_on(self, number, _):
         """Pass a signal on to the rank: SIGHUP, of a closed terminal, as a SIGTERM."""
+        if number == signal.SIGTERM and tells_a_failure(self.known):
+            self.ending = True   # the launcher ends all after a failure: nothing can be saved
         if self.ending and number in (signal.SIGTERM, signal.SIGINT):
             self.rank.kill()
             os._exit(128 + number)

@@ -1016,14 +1016,15 @@ def _place_of_rank_0(ddp, env):
                          f"to have one found.")
     by_mpi = " by MPI broadcast" if ddp.state.mpi is not None else ""
     if env.get("MASTER_ADDR"):
-        return Address(env["MASTER_ADDR"], port or 29500, f"from MASTER_ADDR{by_mpi}")
+        host = _seen_from_outside(ddp, env["MASTER_ADDR"])
+        return Address(host, port or 29500, f"from MASTER_ADDR{by_mpi}")
     if by_mpi:
         host = LOOPBACK if ddp.on_one_host else _own_address()
         return Address(host, port, by_mpi.strip())
     if ddp.on_one_host:
         host = LOOPBACK
     elif _is_slurm_step(ddp, env):
-        host = _first_host(env.get("SLURM_STEP_NODELIST", ""))
+        host = _seen_from_outside(ddp, _first_host(env.get("SLURM_STEP_NODELIST", "")))
     else:
         raise SetupError(
             f"{ddp.launcher} started ranks that may be on several hosts, and nothing tells them "
@@ -1033,6 +1034,14 @@ def _place_of_rank_0(ddp, env):
     if port:
         return Address(host, port, "from MASTER_PORT")
     return Address(host, _computed_port(ddp, env), "by the launcher's id")
+
+
+def _seen_from_outside(ddp, host):
+    """`host`, or this host's own address where the name means the loopback here, as Debian maps a
+    host's own name: other hosts could not reach that."""
+    if ddp.on_one_host or not _resolved(host).startswith("127."):
+        return host
+    return _own_address()
 
 
 def _computed_port(ddp, env):
@@ -1079,7 +1088,6 @@ def _own_address():
         names = [f"{host}.hsn.cm.aurora.alcf.anl.gov", f"{host}.hsn.cm.polaris.alcf.anl.gov", host]
     for name in names:
         address = _resolved(name)
-        # Debian maps a host's own name to 127.0.1.1.
         if address and not address.startswith("127."):
             return address
     return _route_to("192.0.2.1") or LOOPBACK   # any outside address: the default route
@@ -1165,7 +1173,7 @@ def _open_store(ddp, env, limit):
     problem = ""
     if ddp.is_main and not by_agent:
         try:
-            listener = _listen(ddp, address)
+            listener = _listen(address)
             address = address._replace(host=listener.getsockname()[0],
                                        port=listener.getsockname()[1])
         except OSError as e:
@@ -1189,12 +1197,9 @@ def _open_store(ddp, env, limit):
     return store, address
 
 
-def _listen(ddp, address):
+def _listen(address):
     """A socket that listens on this address only; for port 0 the kernel chooses a free port."""
-    host = _resolved(address.host) or address.host
-    if host.startswith("127.") and not ddp.on_one_host:   # what other hosts cannot reach
-        host = _own_address()
-    return socket.create_server((host, address.port), backlog=4096)
+    return socket.create_server((address.host, address.port), backlog=4096)
 
 
 def _await_listener(ddp, address, limit):

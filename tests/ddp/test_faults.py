@@ -346,6 +346,8 @@ class Chain:
 
     def most_seconds(self, fault):
         """Seconds after its limit in which every process of the run must be gone."""
+        if self.launcher == "torchrun-2hosts":   # the agent of a rank that is busy kills it
+            return GONE + AGENT
         if not fault.guard:
             return 10.0 if fault.watchdog else GONE
         killed_by_launcher = fault.watchdog and self.launcher in ("torchrun", "ours")
@@ -472,7 +474,7 @@ def pull_the_cable(chain, cable):
     print(text)
     status = read_status(chain.run_dir)
     row.status = str(status.get("code"))
-    assert row.gone - WATCHDOG < 10.0, text
+    assert row.gone - WATCHDOG < SILENCE, text
     if chain.launcher == "torchrun-2hosts":
         assert near < GONE and row.exit not in ("0", "None") and far, text
         row.exit += "; far agent stays"
@@ -481,8 +483,7 @@ def pull_the_cable(chain, cable):
         row.exit = row.exit.replace("None", "mpiexec stays")
     assert status["code"] in (70, 1), (status, text)
     assert re.search(f"no progress|{LOST}", status["reason"]), (status, text)
-    blamed = sorted(rank for rank, _ in re.findall(FAILED, text, re.M))
-    assert blamed in (["1"], ["0", "1"]), text   # one per half
+    assert len(re.findall(FAILED, text, re.M)) in (1, 2), text   # at most one per half
     saved = check_checkpoint(chain.run_dir, chain.reference)
     assert saved >= (chain.step + 1) // SAVE_EVERY * SAVE_EVERY
     chain.step = saved
