@@ -472,6 +472,7 @@ def test_a_guard_that_was_suspended_with_its_rank_takes_it_for_no_hang(tmp_path)
     """As by Ctrl-Z, or a scheduler."""
     (tmp_path / "script.py").write_text(f"""{MET}
 tell(limit=8.0)
+signal.signal(signal.SIGUSR1, lambda *_: os.write(1, b"seen\\n"))
 os.write(1, b"ready\\n")
 sys.stdin.readline()
 tell(left=True)
@@ -484,8 +485,10 @@ tell(left=True)
         with pytest.raises(subprocess.TimeoutExpired):
             guard.wait(10)    # longer than the limit
         os.killpg(guard.pid, signal.SIGCONT)
+        os.kill(guard.pid, signal.SIGUSR1)
+        assert guard.stdout.readline() == b"seen\n"    # the guard runs
         with pytest.raises(subprocess.TimeoutExpired):
-            guard.wait(1)     # four looks of the guard
+            guard.wait(1)     # four looks of it
         guard.stdin.write(b"\n")
         guard.stdin.flush()
         assert guard.wait(60) == 0, guard.stderr.read()

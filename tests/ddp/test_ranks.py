@@ -262,6 +262,21 @@ with setup_ddp(quiet=True) as ddp:
         "code": 1, "reason": f"rank 1 of 3 on {HOST}: ValueError: on purpose", "step": 3}
 
 
+def test_ranks_that_lose_another_hold_back_their_word_until_that_one_has_spoken(tmp_path):
+    """Its connections may close long before it has said why it ends."""
+    done = run(3, """
+with setup_ddp(quiet=True) as ddp:
+    barrier(ddp)
+    if ddp.rank == 1:
+        torch.distributed.destroy_process_group()
+        time.sleep(0.3)
+        raise ValueError("on purpose")
+    all_sum(1.0, ddp)
+""", tmp_path)
+    assert done.stderr.count("FAILED: ") == 1, done.text
+    assert f"FAILED: rank 1 of 3 on {HOST}: ValueError: on purpose." in done.stderr, done.text
+
+
 @pytest.mark.parametrize("end", ["raise NoBug('the same on all')", "abort(ddp, 'the same on all')"])
 def test_an_error_of_all_ranks_is_told_once(end, tmp_path):
     done = run(3, f"""
