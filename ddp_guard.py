@@ -225,7 +225,8 @@ class Guard:
         if self.ending and number in (signal.SIGTERM, signal.SIGINT):
             self.rank.kill()
             os._exit(128 + number)
-        if number == signal.SIGINT and not self.known.left and self.is_second_interrupt():
+        has_ended = self.known.left or status_code(self.known) is not None   # and only leaves
+        if number == signal.SIGINT and not has_ended and self.is_second_interrupt():
             self.ending = True
             self.rank.kill()   # even if it is stuck
             if self.known.rank != 0:

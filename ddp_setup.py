@@ -125,7 +125,7 @@ class State:
     patience: float = PATIENCE    # seconds to wait for the others in cleanup_ddp
     checkpoint: str = ""          # path of the one to resume from
     step: int | None = None       # of that checkpoint
-    advice: str = "The same command goes on from there."   # where there is a checkpoint
+    advice: str = "To go on, load_checkpoint it."   # for the last line of a failure
     terminated: bool = False      # by SIGTERM, as launchers do when another rank has failed
     clean: bool = False           # cleanup_ddp was called
 
@@ -333,11 +333,12 @@ def start_watch(ddp: Ddp, run_dir: str | os.PathLike | None = None, minutes: flo
 
     Each call of stop_reason counts as progress, as does a save. With a guard (ddp_guard.py) a run
     without progress is ended with exit code 70, and the late rank is named. Without, each rank
-    without progress ends by itself with exit code 1, even if it only waits for another rank.
+    without progress shows its stacks and ends by itself with exit code 1, even if it only waits for
+    another rank; status.json then stays at code null.
 
     Args:
         run_dir: folder with `lock`, which keeps a second run out; `status.json`, see end_watch; and
-            `stacks/rank_R.txt`, where each rank is at the limit.
+            `stacks/rank_R.txt`, where each rank with a guard is at the limit.
         minutes: limit without progress; 0: none. signals: names of those that ask for a stop.
     Raises: ValueError, on all ranks, if another run uses the folder, or it cannot be written.
         Nothing has been written then."""
@@ -369,7 +370,7 @@ def note_progress(ddp: Ddp, step: int | None = None) -> None:
     if ddp.state.guard is not None:
         _tell_guard(ddp, step=watch.step)
     elif watch.limit:
-        _set_timer(watch.limit, watch.stacks or sys.__stderr__)
+        _set_timer(watch.limit, sys.__stderr__)   # which is all that this rank can say
 
 
 def stop_reason(ddp: Ddp, step: int, wanted: float | None = None) -> str:
@@ -1628,8 +1629,8 @@ def _request_stop(ddp, number):
 
 
 def _open_stacks(ddp, watch):
-    """Open the file for stack traces."""
-    if watch.run_dir is not None:
+    """Open the file for the stack traces that the guard asks for."""
+    if watch.run_dir is not None and ddp.state.guard is not None:
         folder = os.path.join(watch.run_dir, "stacks")
         with contextlib.suppress(OSError):   # without a file the stacks go to stderr
             os.makedirs(folder, exist_ok=True)

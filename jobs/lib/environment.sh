@@ -41,7 +41,7 @@ make_env() {   # make .venv with what requirements.txt lists, unless it is there
 
 once() {   # once WHAT COMMAND...: run the command, unless .venv/stamp has the line WHAT; add it then
   if grep -qsxF -- "$1" .venv/stamp; then return; fi
-  echo "installing $1"
+  echo "installing ${1%% (*} (at first minutes, and about 1 GB)"
   "${@:2}"
   echo "$1" >> .venv/stamp
 }

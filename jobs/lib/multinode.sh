@@ -19,7 +19,8 @@ check_settings() {   # check_settings WORD...: sets `python` and the ranks' envi
   use_venv
   split_python
   if [ -z "$NPROC" ]; then
-    NPROC=$("${python[@]}" -c 'import torch; print(torch.accelerator.device_count() or 1)') ||
+    NPROC=$("${python[@]}" -c 'import torch; print(torch.accelerator.device_count() or 1)' \
+      2> /dev/null) ||
       fail "PYTHON=$PYTHON cannot import torch. Set VENV, PYTHON or NPROC."
   fi
   check_number NPROC 1
