@@ -243,11 +243,11 @@ def test_other_hosts_reach_this_one_by_an_address_that_means_something_there(mon
     assert ddp_setup._own_address() == "10.0.0.9"
 
 
-def test_rank_0_listens_where_other_hosts_reach_it_though_its_name_means_the_loopback(monkeypatch):
-    monkeypatch.setattr(ddp_setup, "_own_address", lambda: "127.0.0.7")
-    several_hosts = Ddp(world_size=2, local_world_size=1)
-    with ddp_setup._listen(several_hosts, ddp_setup.Address("127.0.1.1", 0, "")) as listener:
-        assert listener.getsockname()[0] == "127.0.0.7"
+def test_rank_0_is_where_other_hosts_reach_it_though_its_name_means_the_loopback(monkeypatch):
+    monkeypatch.setattr(ddp_setup, "_own_address", lambda: "10.0.0.9")
+    several_hosts = Ddp(world_size=2, local_world_size=1, launcher="torchrun")
+    for env in ({"MASTER_ADDR": "localhost"}, {**STEP, "SLURM_STEP_NODELIST": "localhost,n1"}):
+        assert ddp_setup._place_of_rank_0(several_hosts, env).host == "10.0.0.9"
 
 
 @pytest.mark.parametrize("port", ["70000", "-1"])
