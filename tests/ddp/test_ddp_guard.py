@@ -442,6 +442,19 @@ def test_a_hang_is_ended_with_the_late_rank_its_step_and_its_place(stuck, place,
         assert "script.py" in (tmp_path / "run" / "stacks" / f"rank_{rank}.txt").read_text()
 
 
+def test_the_guard_of_a_rank_that_was_killed_speaks_before_those_that_lose_it(tmp_path):
+    with by_hand(tmp_path, """
+with setup_ddp(quiet=True) as ddp:
+    barrier(ddp)
+    if ddp.rank == 1:
+        os.kill(os.getpid(), 9)
+    all_sum(1.0, ddp)    # it fails at once in the others
+""", 3) as ranks:
+        assert ranks.codes(grace=GRACE)[1] == 1
+        assert re.findall("^FAILED: (.*):", ranks.err(), re.M) == [
+            f"rank 1 of 3 on {HOST}: died without a word (SIGKILL"], ranks.err()
+
+
 def test_without_a_run_folder_a_rank_without_progress_shows_its_stacks_and_ends(tmp_path):
     with by_hand(tmp_path, """
 ddp = setup_ddp(quiet=True)

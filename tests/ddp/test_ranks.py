@@ -262,21 +262,6 @@ with setup_ddp(quiet=True) as ddp:
         "code": 1, "reason": f"rank 1 of 3 on {HOST}: ValueError: on purpose", "step": 3}
 
 
-def test_ranks_that_lose_another_hold_back_their_word_until_that_one_has_spoken(tmp_path):
-    """Its connections may close long before it has said why it ends."""
-    done = run(3, """
-with setup_ddp(quiet=True) as ddp:
-    barrier(ddp)
-    if ddp.rank == 1:
-        torch.distributed.destroy_process_group()
-        time.sleep(0.3)
-        raise ValueError("on purpose")
-    all_sum(1.0, ddp)
-""", tmp_path)
-    assert done.stderr.count("FAILED: ") == 1, done.text
-    assert f"FAILED: rank 1 of 3 on {HOST}: ValueError: on purpose." in done.stderr, done.text
-
-
 @pytest.mark.parametrize("end", ["raise NoBug('the same on all')", "abort(ddp, 'the same on all')"])
 def test_an_error_of_all_ranks_is_told_once(end, tmp_path):
     done = run(3, f"""
@@ -306,15 +291,32 @@ with setup_ddp(quiet=True) as ddp:
     assert last.startswith(f"FAILED: rank 0 of 2 on {HOST}: RuntimeError: "), last
 
 
-def test_a_launchers_sigterm_is_no_failure_of_a_rank_that_loses_the_others(tmp_path):
-    """It came because another rank failed; the error that follows is no news."""
-    done = run(2, """
+@pytest.mark.parametrize("watch", [
+    "start_watch(ddp)",
+    """start_watch(ddp, "run")
+    with open("run/status.json", "w") as file:
+        file.write('{"code": 1, "reason": "of rank 5", "step": 3}')"""],
+    ids=["no folder", "a status that tells it"])
+def test_an_error_after_the_launchers_sigterm_is_no_news_where_another_rank_has_spoken(
+        watch, tmp_path):
+    done = run(1, f"""
 with setup_ddp(quiet=True) as ddp:
-    start_watch(ddp)
+    {watch}
     os.kill(os.getpid(), signal.SIGTERM)
     raise RuntimeError("connection closed by peer")
 """, tmp_path)
-    assert done.returncode == 1 and done.stderr.count("FAILED") == 0, done.text
+    assert done.returncode == 1 and "FAILED" not in done.stderr, done.text
+
+
+def test_an_error_after_sigterm_is_told_where_no_rank_has_spoken(tmp_path):
+    done = run(1, """
+with setup_ddp(quiet=True) as ddp:
+    start_watch(ddp, "run")
+    os.kill(os.getpid(), signal.SIGTERM)
+    raise RuntimeError("no such thing")
+""", tmp_path)
+    assert done.returncode == 1 and "RuntimeError: no such thing" in done.stderr, done.text
+    assert read_status(tmp_path / "run")["code"] == 1
 
 
 def test_a_rank_that_leaves_without_cleanup_is_told(tmp_path):
