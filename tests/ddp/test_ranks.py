@@ -299,7 +299,7 @@ with setup_ddp(quiet=True) as ddp:
     ids=["no folder", "a status that tells it"])
 def test_an_error_after_the_launchers_sigterm_is_no_news_where_another_rank_has_spoken(
         watch, tmp_path):
-    done = run(1, f"""
+    done = run(2, f"""
 with setup_ddp(quiet=True) as ddp:
     {watch}
     os.kill(os.getpid(), signal.SIGTERM)

