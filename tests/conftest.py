@@ -8,7 +8,6 @@ import os
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -73,15 +72,6 @@ def shared():
     if not folder.is_dir():
         pytest.skip(f"no reference material at {folder}")
     return folder
-
-
-@pytest.fixture
-def ipv6():
-    """This machine has the address ::1."""
-    try:
-        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
-    except OSError as error:
-        pytest.skip(f"no address ::1 here: {error}")
 
 
 @pytest.fixture
