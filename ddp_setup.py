@@ -1477,7 +1477,7 @@ def _end_others(ddp, code):
     step = _slurm_step_of(ddp, os.environ)
     if step:
         with contextlib.suppress(OSError, subprocess.SubprocessError):   # it is missing, or hangs
-            subprocess.run(["scancel", step], timeout=30)
+            subprocess.run(["scancel", step], timeout=30, stderr=subprocess.DEVNULL)
     if LAUNCHERS[ddp.launcher].mpi:
         os.abort()   # MPICH ends all ranks when one dies of a signal, not for an exit code
 
