@@ -318,7 +318,8 @@ class Guard:
             os.write(int(os.environ["PMI_FD"]), b"cmd=abort exitcode=%d\n" % code)
         if self.known.slurm_step and not self.terminated:   # else Slurm is ending them already
             with contextlib.suppress(OSError, subprocess.SubprocessError):    # missing, or hangs
-                subprocess.run(["scancel", self.known.slurm_step], timeout=SCANCEL)
+                subprocess.run(["scancel", self.known.slurm_step], timeout=SCANCEL,
+                               stderr=subprocess.DEVNULL)
 
 
 def say(text):

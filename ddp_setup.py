@@ -1309,7 +1309,7 @@ def _set_exception_hook(ddp):
 
 def _leave_context(ddp, error):
     """The end of `with ddp`. error: the exception that leaves it, or None."""
-    left_by_exit = isinstance(error, SystemExit) and error.code in (None, 0)
+    left_by_exit = isinstance(error, SystemExit) and error.code in (None, 0, AGAIN)
     if error is None or left_by_exit:
         cleanup_ddp(ddp)
     elif _alone_in_a_notebook(ddp):   # there is no other rank to end, and the kernel goes on
@@ -1434,7 +1434,7 @@ def _end_others(ddp, code):
         ddp.state.mpi.Abort(code)
     if ddp.slurm_step:
         with contextlib.suppress(OSError, subprocess.SubprocessError):   # it is missing, or hangs
-            subprocess.run(["scancel", ddp.slurm_step], timeout=30)
+            subprocess.run(["scancel", ddp.slurm_step], timeout=30, stderr=subprocess.DEVNULL)
     if LAUNCHERS[ddp.launcher].mpi:
         os.abort()   # MPICH ends all ranks when one dies of a signal, not for an exit code
 

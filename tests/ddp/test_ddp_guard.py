@@ -215,14 +215,15 @@ def test_slurm_is_asked_to_end_the_step_of_a_rank_that_fails(end, step, cancelle
     """srun goes on for an exit code. A program of this name stands for Slurm's, which would ask a
     server."""
     program = tmp_path / "scancel"
-    program.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/cancelled\n')
+    program.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/cancelled\necho no server >&2\n')
     program.chmod(0o755)
-    guarded(f"{TELLS}tell(rank=0, host='n0', slurm_step={step!r})\n{end}\n", tmp_path,
+    done = guarded(f"{TELLS}tell(rank=0, host='n0', slurm_step={step!r})\n{end}\n", tmp_path,
             env={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
     found = []
     if (tmp_path / "cancelled").exists():
         found = (tmp_path / "cancelled").read_text().splitlines(keepends=True)
     assert found == cancelled
+    assert "no server" not in done.stderr, "the line FAILED stays the last one"
 
 
 @pytest.mark.parametrize("pmi", [{}, {"PMI_RANK": "1", "PMI_SIZE": "2"}], ids=["none", "pmi2"])
