@@ -1319,9 +1319,10 @@ def _leave_context(ddp, error):
 
 
 def _at_exit(ddp):
-    """Python ends without cleanup_ddp: a guard, if there is one, says so."""
+    """Python ends without cleanup_ddp. It closes connections a second before its process is gone:
+    too early for a guard to be the first who says so."""
     is_rank = os.getpid() == ddp.state.pid
-    if is_rank and ddp.world_size > 1 and ddp.state.guard is None:
+    if is_rank and ddp.world_size > 1:
         abort(ddp, "ended without cleanup_ddp. Call it at the end, or use `with setup_ddp()`.")
 
 

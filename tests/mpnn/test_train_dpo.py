@@ -860,7 +860,7 @@ sys.argv += ["--train_data", f"pairs{rank}.json", "--base_model_dir", f"w{rank}"
 """)
     before = sorted(files.rglob("*"))
     done = fork_ranks(2, [script], files)
-    said = r'rank 1 on \S+ has pairs \(hash\) "\w+" \(rank 0: "\w+"\); base weights \(hash\) "'
+    said = r'rank 1 on \S+ has pairs \(hash\) "\w+" \(rank 0: "\w+"\), base weights \(hash\) "'
     assert done.returncode == 2 and len(re.findall(said, done.stderr)) == 1, done.text
     assert "Traceback" not in done.text and sorted(files.rglob("*")) == before
 

@@ -2,7 +2,6 @@
 runs: test_train_sedd.py, test_train_dpo.py."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -142,27 +141,6 @@ def test_a_link_that_leads_nowhere_is_no_sign_of_a_new_run(target, tmp_path):
         load_checkpoint(found)
 
 
-@pytest.mark.parametrize("name", ["best_model.pt", "checkpoints/best.pt", "metrics.jsonl"])
-def test_a_folder_in_place_of_a_file_of_the_run_is_refused_at_the_start(name, tmp_path):
-    (tmp_path / "config.yaml").touch()
-    (tmp_path / name).mkdir(parents=True)
-    with pytest.raises(ValueError, match=f"{name} is a folder; expected a file there"):
-        find_checkpoint(tmp_path, None, False)
-
-
-@pytest.mark.parametrize("name", ["checkpoints", "samples"])
-def test_a_file_in_place_of_a_folder_of_the_run_is_refused_at_the_start(name, tmp_path):
-    (tmp_path / "config.yaml").touch()
-    (tmp_path / name).touch()
-    with pytest.raises(ValueError, match=f"{name} is no folder; expected one there"):
-        find_checkpoint(tmp_path, None, False)
-
-
-def test_a_name_of_a_run_folder_that_is_too_long_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="cannot be made: File name too long"):
-        find_checkpoint(tmp_path / ("x" * 300), None, False)
-
-
 def test_no_run_starts_while_it_is_asked_to_stop(tmp_path):
     (tmp_path / "STOP").touch()
     with pytest.raises(ValueError, match="was asked to stop"):
@@ -222,15 +200,6 @@ def test_a_checkpoint_of_the_other_script_is_refused_by_its_name():
     state = {"config": {"model": {"base_model_name": "v_48_020"}, "loss": {"beta": 0.1}}}
     with pytest.raises(ValueError, match="a checkpoint of train_dpo_ddp.py"):
         refuse_other_script("last.pt", state, Config())
-
-
-def test_a_run_whose_folder_another_has_taken_saves_nothing(tmp_path):
-    run = toy()
-    run.work_dir = tmp_path
-    run.lock = SimpleNamespace(lost="process 7 on elsewhere", stale=120)
-    with pytest.raises(RuntimeError, match="process 7"):
-        save_run(run, RunLog(tmp_path, True, 9), Ddp(), "last.pt")
-    assert not (tmp_path / "checkpoints").exists()
 
 
 def test_the_minutes_until_a_checkpoint_begin_anew_with_each(tmp_path):
