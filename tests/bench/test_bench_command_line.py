@@ -38,7 +38,7 @@ def test_what_a_bench_cannot_do_is_refused_in_one_line_before_it_measures(tmp_pa
         ("card", "--json=bad.json"): "bad.json is no file that python -m bench card wrote",
         ("card", "--data=no"): "--data no is not a folder",
         ("card", "--models=7m"): "--models: found 7m; expected 6m, 38m, 92m, dpo",
-        ("sedd", "--backend=nccl"): "--backend nccl does not serve device cpu",
+        ("sedd", "--backend=nccl"): "nccl does not serve cpu",
         ("sedd", "optim.lr=1"): "unrecognized arguments: optim.lr=1",
         ("sedd", "--data=no.fasta"): "no.fasta does not exist",
         ("sedd", "--repeats=0"): "--repeats is 0; expected at least 1",

@@ -345,7 +345,7 @@ with setup_ddp(quiet=True) as ddp:
         time.sleep(600)
     barrier(ddp, timeout=3)
 """, range(3)) as ranks:
-        assert ranks.codes(grace=GRACE)[0] == 1, ranks.err()
+        assert 1 in ranks.codes(grace=GRACE)[:2], ranks.err()   # of the one that has spoken
         assert own_tracebacks(ranks.err()) == ranks.err().count("FAILED: ") == 1, ranks.err()
         assert "RuntimeError: rank(s) 2 of 3 did not come to a barrier within 3 s" in ranks.err()
 
@@ -382,17 +382,17 @@ def test_without_a_port_ranks_compute_the_same_with_a_guard_in_between(tmp_path)
     assert result.returncode == 0 and len(met) == 2 and len(set(met)) == 1, result.text
 
 
-@pytest.mark.parametrize("text, other_rank, env, codes, said", [
-    # 1: of an exception that nobody caught; 2: of a bad request
-    (WHERE, 1, {"MASTER_PORT": 99999, "LIMIT": 6}, [1, 2], "MASTER_PORT=99999 is no port"),
-    (WHERE, 2, {"LIMIT": 4}, [1, 1], "1 of 3 ranks did not appear within 4 s: rank(s) 1."),
-    ("setup_ddp(device=['cpu', 'cuda'][int(os.environ['DDP_RANK'])])", 1, {}, [1, 2],
+@pytest.mark.parametrize("text, other_rank, env, said", [
+    (WHERE, 1, {"MASTER_PORT": 99999, "LIMIT": 6}, "MASTER_PORT=99999 is no port"),
+    (WHERE, 2, {"LIMIT": 4}, "1 of 3 ranks did not appear within 4 s: rank(s) 1."),
+    ("setup_ddp(device=['cpu', 'cuda'][int(os.environ['DDP_RANK'])])", 1, {},
      "rank 1 on {host}: --device cuda, --backend auto: no cuda device is visible"),
-    ("setup_ddp(ranks=4)\n", 1, {}, [1, 2], "--ranks asks for 4 rank(s), but 2 were started")],
+    ("setup_ddp(ranks=4)\n", 1, {}, "--ranks asks for 4 rank(s), but 2 were started")],
     ids=["no port", "missing rank", "impossible device", "number of ranks"])
-def test_a_start_that_cannot_be_is_refused_once(text, other_rank, env, codes, said, tmp_path):
+def test_a_start_that_cannot_be_is_refused_once(text, other_rank, env, said, tmp_path):
     with by_hand(tmp_path, text, [0, other_rank], other_rank + 1, **env) as started:
-        assert started.codes(500) == codes, started.err()
+        codes = started.codes(500, GRACE)
+        assert codes[0] == 1 and codes[1] != 0, started.err()   # 1: of an uncaught exception
     assert started.err().count(said.format(host=socket.gethostname())) == 1, started.err()
     assert own_tracebacks(started.err()) == 1, started.err()
 
