@@ -212,7 +212,7 @@ def test_of_ranks_that_wait_for_each_other_the_one_at_fault_is_named_in_time(
     assert result.seconds < IN_TIME, result.text
 
 
-@pytest.mark.parametrize("place", ["items_of", "load_checkpoint"])
+@pytest.mark.parametrize("place", [slow("items_of"), slow("load_checkpoint")])
 def test_a_rank_that_stops_in_a_claim_is_named_in_time(tmp_path, place):
     fault = f"""def stop(*a):
         {STOP}
