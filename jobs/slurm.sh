@@ -53,7 +53,7 @@ prepare_job "$@"                      # checks, log, deadline, the number of ran
 # From Slurm 22.05 on srun may not inherit --cpus-per-task. --gpus-per-task would hide the GPUs of a
 # node's tasks from each other. torchrun inside srun would keep signals from the ranks.
 # --kill-on-bad-exit would call a run that stops in good order (75) CANCELLED. When a rank fails,
-# the guards end the others, and --wait ends what is left a minute after the first end.
+# the rank or its guard cancels the step, and --wait ends what is left a minute after the first end.
 set_launch() {
   launch=(srun --export=ALL "${on_hosts[@]}" --ntasks="$DDP_WORLD_SIZE"
     --ntasks-per-node="$NPROC" --cpus-per-task="$cores" --cpu-bind=cores --kill-on-bad-exit=0
