@@ -24,11 +24,11 @@ The best is paired with the worst, the second best with the second worst, and so
 mean score.
 
 Mutations: a column mutation, such as A12V or A12V:G45D, and pdb_file, perhaps chain and context
-(see mpnn/mutations.py); give --higher_is_better or --lower_is_better. Pairs of a structure are each
-variant against the wild type, whose score is --wild_type (0), and variants against one another: in
-each of --rounds rounds (2) all are shuffled, and neighbours paired. --against wild_type or mutants
-makes one of the two kinds. A wild type that is worse than nearly all variants is refused unless
---wild_type says so: fitness often gives it 1. Of pairs that differ by at least --margin the
+(see proteins/mutations.py); give --higher_is_better or --lower_is_better. Pairs of a structure are
+each variant against the wild type, whose score is --wild_type (0), and variants against one
+another: in each of --rounds rounds (2) all are shuffled, and neighbours paired. --against wild_type
+or mutants makes one of the two kinds. A wild type that is worse than nearly all variants is refused
+unless --wild_type says so: fitness often gives it 1. Of pairs that differ by at least --margin the
 --per_structure with the largest differences are kept. Only the positions at which the two differ
 are mutable_positions. Duplicates count once, with their mean. Lines without a score are left out;
 so are those that do not fit the structure, which are named. --hold_out 0.2 leaves out all mutations
@@ -61,15 +61,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mpnn.mutation_pairs import KINDS, WILD_TYPE, Rules, mutated, pair_mutations
-from mpnn.mutations import (describe_skipped, find_relatives, hold_out, place_all,
-                            place_on_sequences, read_mutations)
+from proteins.mutations import (describe_skipped, find_relatives, hold_out, place_all,
+                                place_on_sequences, read_mutations)
 from mpnn.settings import name_of, structure_files
-from training.tables import (MAX_LISTED, check_cells, read_rows, read_table_text, refuse_all,
+from proteins.tables import (MAX_LISTED, check_cells, read_rows, read_table_text, refuse_all,
                              table_columns)
-from sedd.sequences import LETTERS, named_sequences
+from proteins.letters import LETTERS
+from proteins.sequences import named_sequences
 from training.config import Parser
 from training.files import write_text_atomic
-from training.pair_files import LEAST_WEIGHT
+from dpo.pair_files import LEAST_WEIGHT
 
 LARGEST_SCORE = 1e100   # so that sums of differences stay finite
 MOST_ROUNDS = 1000

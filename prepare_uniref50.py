@@ -4,15 +4,15 @@
     python prepare_uniref50.py FOLDER --max_sequences 10000          # its first records only
     python prepare_uniref50.py FOLDER --fasta a.fasta.gz b.txt c.pt  # your own files
 
-Files are read, cleaned and checked by sedd/sequences.py. Of equal proteins one is kept. The folder
-holds, with all numbers little endian and without headers, for SET = train and val:
+Files are read, cleaned and checked by proteins/sequences.py. Of equal proteins one is kept. The
+folder holds, with all numbers little endian and without headers, for SET = train and val:
 
     meta.json          format and its version, source, release, letters, settings, report of the
                        cleaning; of each set: proteins, residues, letter counts, length histogram,
                        sizes and blake2b of the files
     SET/tokens.bin     uint8, residues of all proteins one after the other: indices of `letters`
     SET/lengths.bin    uint32, residues of each protein
-    SET/keys.bin       uint64, sedd.sequences.sequence_keys of each protein
+    SET/keys.bin       uint64, proteins.sequences.sequence_keys of each protein
 
 Proteins are in the order of order_words(keys, seed): random, but independent of their order in the
 sources. So training can read long stretches of a file and still gets a random sample. A protein is
@@ -46,8 +46,9 @@ import numpy as np
 from sedd.download import (PartialFile, Source, download, look_up, open_url, progress_bar, retry,
                            safe_url, say, synchronise)
 from sedd.prepared import FORMAT, PARTS, SETS, VERSION, check_prepared, read_meta
-from sedd.sequences import (LETTERS, N_TOKENS, Block, Proteins, ReadReport, order_words,
-                            read_blocks, refuse_nothing_left, span_indices, word_spans)
+from proteins.letters import LETTERS, N_TOKENS
+from proteins.sequences import (Block, Proteins, ReadReport, order_words, read_blocks,
+                                refuse_nothing_left, span_indices, word_spans)
 from training.config import Parser
 
 # The current release: some 13 GB, about 60 million proteins.

@@ -103,15 +103,16 @@ import torch
 from mpnn.batches import collate_complexes
 from mpnn.fast_cpu import speed_up
 from mpnn.model import MAX_TEMPERATURE, decoding_order, gumbel_noise, load_proteinmpnn
-from mpnn.mutations import describe_skipped, place_all, read_mutations
+from proteins.mutations import describe_skipped, place_all, read_mutations
 from mpnn.published import find_weights
 from mpnn.settings import (PER_STRUCTURE, Design, letter_bias, name_of, read_json,
                            structure_files)
-from training.tables import MAX_LISTED, refuse_all
+from proteins.tables import MAX_LISTED, refuse_all
 from mpnn.variant_tables import (Scoring, all_single_mutations, check_measured, check_no_score,
                                  report_text, score_proteins, table_text)
 from mpnn.variants import log_probs_decoded_last
-from sedd.sequences import LETTERS, X_ID, keyed_generator, named_sequences
+from proteins.letters import LETTERS, X_ID
+from proteins.sequences import keyed_generator, named_sequences
 from training.config import Parser
 from training.files import check_writable, write_whole
 

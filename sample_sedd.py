@@ -65,17 +65,17 @@ from training.command_line import add_launch_arguments
 from training.launch import start_ranks_if_asked
 from training.loop import check_alike
 from training.resume import hash_of
-from training.seeds import content_key
-from training.tables import refuse_all
-from mpnn.mutations import describe_skipped, place_all, place_on_sequences, read_mutations
+from proteins.seeds import content_key
+from proteins.tables import refuse_all
+from proteins.mutations import describe_skipped, place_all, place_on_sequences, read_mutations
 from mpnn.variant_tables import check_measured, check_no_score, report_text, table_text
 from sedd.diffusion import sample, sample_scheduled
 from sedd.fast_cpu import scores_at_masks_only
 from sedd.evaluation import BoundEstimator, draw_lengths, perplexity
 from sedd.weights import export_sedd, load_sedd
 from sedd.batches import eval_batches
-from sedd.sequences import (AMINO_ACIDS, X_ID, Proteins, decode, encode, keyed_generator,
-                            keyed_seed, named_sequences)
+from proteins.letters import AMINO_ACIDS, X_ID, decode, encode
+from proteins.sequences import Proteins, keyed_generator, keyed_seed, named_sequences
 from sedd.variants import read_variants, residue_scores, score_proteins, variant_scores
 
 FREE = "_"              # marks a position of a template that is to be sampled
@@ -308,7 +308,7 @@ def score_sequences(sedd, sequences, samples=8, window=False, tokens=16384, dtyp
     hardly with the absorbing graph and log-linear noise, but else 1.3 to 4 times (measured).
 
     Args:
-        sequences: texts of the letters of sedd.sequences.encode.
+        sequences: texts of the letters of proteins.sequences.encode.
         samples: noise levels per sequence, evenly spaced from a random start.
         window: cut sequences that are longer than the model was trained on into parts of equal
             length, which are scored independently; otherwise such sequences are refused.

@@ -46,12 +46,12 @@ from training.loop import (N_SCALARS, Run, after_step, check_alike, clip_gradien
                            global_gradient, is_finished, open_batches, set_learning_rate,
                            start_run, step_optimizer, using_checkpoint)
 from training.meter import bad_steps_field, step_values
-from training.pair_plan import PairPlan
+from dpo.pair_plan import PairPlan
 from training.plan import describe_batch, describe_run, plan_head, plan_table, print_lines
 from training.precision import choose_precision
-from training.preferences import (SEEN, SUMS, Likelihoods, evaluate, evaluate_start, metrics_of,
-                                  pack, result_lines)
-from training.reference_scores import make_tables
+from dpo.preferences import (SEEN, SUMS, Likelihoods, evaluate, evaluate_start, metrics_of, pack,
+                             result_lines)
+from dpo.reference_scores import make_tables
 from training.profile import StepProfile
 from training.resume import (ALWAYS_NEEDED, MAY_ALWAYS_CHANGE, begin_best_anew,
                              check_checkpoint, check_data, count_micro_batches, hash_of, save_run,

@@ -7,7 +7,7 @@
     python train_sedd_ddp.py --config configs/sedd_demo.yaml --plan 1,2,4,8   # what scaling does
 
 Reads a YAML config (keys and defaults: Config below and training/config.py) and proteins: a
-sequence file (see sedd/sequences.py), a folder made by prepare_uniref50.py, or generated demo
+sequence file (see proteins/sequences.py), a folder made by prepare_uniref50.py, or generated demo
 proteins. Writes into the run folder (--work_dir, default runs/CONFIG_NAME): metrics.jsonl,
 config.yaml, status.json, samples/step_N.fasta, checkpoints/last.pt (the previous one: last-1.pt)
 and best.pt, and at the end curves.png. The same command again continues from last.pt. SIGTERM,
@@ -38,8 +38,8 @@ from sedd.evaluation import (TIME_EPS, Validation, evaluate, evaluate_start, res
                              write_samples)
 from sedd.fast_cpu import speed_up
 from sedd.model import EMA, SEDD, describe_memory, flops_per_position
-from sedd.sequences import (N_TOKENS, X_ID, apply_max_length, collate, keyed_generator, keyed_seed,
-                            random_crops)
+from proteins.letters import N_TOKENS, X_ID
+from proteins.sequences import apply_max_length, collate, keyed_generator, keyed_seed, random_crops
 from sedd.weights import noise_of, start_from_weights, unused_noise_keys
 from training.command_line import (add_run_arguments, exit_with, preparing, print_plan, ranks_meet,
                                    read_command)

@@ -15,11 +15,12 @@ import train_sedd_ddp as sedd
 from ddp_setup import BAD_INPUT, barrier, broadcast
 from sedd.data import names_no_data
 from sedd.prepared import FORMAT, PARTS, SETS, VERSION
-from sedd.sequences import LETTERS, N_TOKENS, X_ID, sequence_keys
+from proteins.letters import LETTERS, N_TOKENS, X_ID
+from proteins.sequences import sequence_keys
 from training.command_line import add_launch_arguments, started_ranks
 from training.config import Parser
 from training.precision import choose_dtype
-from training.reference_scores import make_tables
+from dpo.reference_scores import make_tables
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 SCRIPTS = {"sedd": (sedd, "sedd_cpu.yaml"), "dpo": (dpo, "dpo_demo.yaml")}

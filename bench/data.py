@@ -22,7 +22,7 @@ from ddp_setup import all_sum, barrier, print0, wrap_ddp
 from sedd.batches import BatchReader, sum_rows
 from sedd.diffusion import make_graph, make_noise
 from sedd.prepared import PreparedProteins
-from sedd.sequences import N_TOKENS
+from proteins.letters import N_TOKENS
 from training.config import load_config
 from training.loop import MicroBatchSampler, global_gradient
 from train_sedd_ddp import (Config, MicroBatchDataset, make_batch_plan, make_model, make_reader,

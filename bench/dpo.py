@@ -26,9 +26,9 @@ from mpnn.demo import PHI_PSI, build_backbone
 from mpnn.model import ATOMS, PAIRS, random_proteinmpnn
 from mpnn.pairs import Pair, describe, read_pairs
 from mpnn.reference import Reference
-from mpnn.structures import NAMES, Complex, read_structure
+from proteins.structures import NAMES, Complex, read_structure
 from training.loop import global_gradient
-from training.pair_plan import PairPlan
+from dpo.pair_plan import PairPlan
 
 # {pairs per step: [(order, dtype) of our steps]}, for random pairs and those of a file.
 MADE_CASES = {1: [("arange", "float32"), ("random", "float32")],

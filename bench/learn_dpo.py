@@ -40,7 +40,7 @@ from ddp_setup import AGAIN, all_sum, broadcast, print0
 from mpnn.evaluation import Validation, native_pairs
 from mpnn.fast_cpu import speed_up
 from mpnn.model import load_proteinmpnn
-from mpnn.mutations import place_all, read_mutations
+from proteins.mutations import place_all, read_mutations
 from mpnn.pairs import Pair
 from mpnn.reference import Reference, load_base
 from mpnn.variant_tables import Scoring, check_measured, correlate_proteins
@@ -49,7 +49,7 @@ from train_dpo_ddp import Config, Loss, objective, prepare, train
 from training.config import load_config
 from training.files import write_text_atomic
 from training.command_line import prepare_and_train
-from training.preferences import unpack_sums
+from dpo.preferences import unpack_sums
 
 N_ORDERS = 2        # in which native sequences are scored
 N_DESIGNS = 4       # of each protein

@@ -36,17 +36,17 @@ from bench.common import (CONFIGS, CommandParser, measure_the_cpu_by_default, re
 from bench.learn_dpo import write_pairs
 from ddp_setup import AGAIN, barrier, print0
 from mpnn.mutation_pairs import mutated
-from mpnn.mutations import place_all, place_on_sequences, read_mutations
+from proteins.mutations import place_all, place_on_sequences, read_mutations
 from mpnn.variant_tables import check_measured, correlate_proteins
 from sample_sedd import sample_sequences
 from sedd.bounds import PairBounds
-from sedd.sequences import encode
+from proteins.letters import encode
 from sedd.weights import load_sedd
 from train_dpo_ddp import Config, prepare, train
 from training.config import load_config
 from training.files import write_text_atomic
 from training.command_line import prepare_and_train
-from training.seeds import content_key
+from proteins.seeds import content_key
 
 LETTER = "K"
 BETA = 1.0

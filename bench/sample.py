@@ -30,11 +30,11 @@ from bench.dpo import (plain_encode, plain_gather, plain_centre, plain_linear, p
 from bench.sedd import NETWORK, plain_log_score
 from mpnn.batches import collate_complexes
 from mpnn.model import decoding_order, random_proteinmpnn
-from mpnn.structures import Complex, read_structure
+from proteins.structures import Complex, read_structure
 from sample_sedd import FREE, sample_sequences
 from sedd.diffusion import AbsorbingGraph, make_noise
 from sedd.model import SEDD
-from sedd.sequences import N_TOKENS, X_ID
+from proteins.letters import N_TOKENS, X_ID
 from sedd.weights import Sedd
 
 TITLES = {"sedd": "SEDD", "subs": "SEDD subs", "mpnn": "ProteinMPNN"}

@@ -15,7 +15,7 @@ from bench.common import (CONFIGS, CommandParser, add_folder, check_folder, read
 from ddp_setup import broadcast, load_checkpoint, print0, save_checkpoint
 from sedd.diffusion import make_graph
 from sedd.model import EMA
-from sedd.sequences import N_TOKENS
+from proteins.letters import N_TOKENS
 from training.config import load_config
 from training.optimizer import make_optimizer
 from train_sedd_ddp import Config, make_model

@@ -25,7 +25,7 @@ from bench.common import (CommandParser, computes_in_bfloat16, made_lengths, now
                           run_on_one_rank, say, write_made_fasta)
 from ddp_setup import autocast
 from sedd.batches import to_device
-from sedd.sequences import X_ID
+from proteins.letters import X_ID
 from sedd.weights import noise_of
 from training.command_line import prepare_and_train
 from training.loop import global_gradient, open_batches, take_step

@@ -15,7 +15,7 @@ import torch
 from bench.common import now, read_options, run_on_one_rank, say
 from mpnn.fast_cpu import speed_up
 from mpnn.model import random_proteinmpnn
-from mpnn.structures import Chain, Complex, Structure, read_structure
+from proteins.structures import Chain, Complex, Structure, read_structure
 from mpnn.variants import encode_complex, log_probs_decoded_last, variant_order
 
 LENGTHS = (60, 150, 300)    # of made structures

@@ -1,4 +1,4 @@
-"""Batches of pairs: their tensors. Which pairs are in which step: training/pair_plan.py.
+"""Batches of pairs: their tensors. Which pairs are in which step: dpo/pair_plan.py.
 
     batch = make_batch(train, indices, config.loss, seed=0, epoch=0)
 

@@ -20,9 +20,9 @@ from torch.nn.functional import pad
 from ddp_setup import all_sum, note_progress, seed_for
 from mpnn.model import ALPHABET, decoding_order, gumbel_noise
 from mpnn.reference import Reference, stack
-from mpnn.structures import Complex
-from sedd.sequences import X_ID, decode
-from training.designs import PolicyDesigns
+from proteins.structures import Complex
+from proteins.letters import X_ID, decode
+from dpo.designs import PolicyDesigns
 from training.log import show_progress
 from training.loop import eval_mode
 

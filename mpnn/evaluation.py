@@ -10,8 +10,8 @@ from mpnn.model import ALPHABET
 from mpnn.pairs import Pair
 from training.log import show_progress
 from training.loop import eval_mode
-from training.pair_plan import eval_batches
-from training.preferences import SUMS, PairValidation, metrics_of, pack, unpack_sums
+from dpo.pair_plan import eval_batches
+from dpo.preferences import SUMS, PairValidation, metrics_of, pack, unpack_sums
 
 
 class Validation(PairValidation):

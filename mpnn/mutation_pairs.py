@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from training.seeds import FOR_MUTATIONS, random_words
-from sedd.sequences import decode
+from proteins.seeds import FOR_MUTATIONS, random_words
+from proteins.letters import decode
 
 KINDS = ("wild_type", "mutants", "both")
 WILD_TYPE = ()

@@ -2,8 +2,8 @@
 
     pairs = read_pairs("pairs.json")                        # describe(pairs) summarises them
 
-Reads structures (mpnn/structures.py) and pairs: a JSON list of objects, or one object per line in a
-.jsonl file. Keys of an object:
+Reads structures (proteins/structures.py) and pairs: a JSON list of objects, or one object per line
+in a .jsonl file. Keys of an object:
     pdb_file                path, relative to the folder of the file that names it
     preferred_seq, unpreferred_seq
                             a letter per row of the designed chains, joined in the order of
@@ -24,10 +24,10 @@ from pathlib import Path
 
 import numpy as np
 
-from mpnn.structures import CA_MODEL, Complex, parse_positions, read_structure
-from sedd.sequences import LETTERS, X_ID, encode
-from training.pair_files import MAX_LISTED, quote, read_items, read_weight
-from training.seeds import content_key
+from proteins.structures import CA_MODEL, Complex, parse_positions, read_structure
+from proteins.letters import LETTERS, X_ID, encode
+from dpo.pair_files import MAX_LISTED, quote, read_items, read_weight
+from proteins.seeds import content_key
 
 REQUIRED = ("pdb_file", "preferred_seq", "unpreferred_seq")
 OPTIONAL = ("chain_id", "design_chains", "fixed_chains", "mutable_positions", "mutable_ranges",

@@ -20,9 +20,9 @@ from mpnn.evaluation import Validation
 from mpnn.model import to_checkpoint
 from mpnn.reference import Reference, base_is_ca_only, load_base
 from mpnn.split import load_pairs
-from training.pair_files import try_all
-from training.preferences import Loaded
-from training.reference_scores import WITHOUT_REFERENCE, check_cache
+from dpo.pair_files import try_all
+from dpo.preferences import Loaded
+from dpo.reference_scores import WITHOUT_REFERENCE, check_cache
 from training.resume import before_saving
 
 # Keys that have a meaning for this kind alone.

@@ -18,9 +18,9 @@ from mpnn.model import (ALPHABET, PUBLISHED, Encoding, Graph, ProteinMPNN, load_
 from mpnn.published import INSTALL, NAMES, in_folder, in_package, is_published
 from mpnn.variants import log_probs_alone
 from training.log import show_progress
-from training.pair_plan import eval_batches
-from training.preferences import Likelihoods
-from training.reference_scores import WITHOUT_REFERENCE, kept_scores
+from dpo.pair_plan import eval_batches
+from dpo.preferences import Likelihoods
+from dpo.reference_scores import WITHOUT_REFERENCE, kept_scores
 
 GRAPH_INPUT = ("X", "mask", "residue_idx", "chain_id")      # arguments of ProteinMPNN.graph
 CACHE_FORMAT = 3   # version of the files of scores; part of the hash that names them

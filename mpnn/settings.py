@@ -22,9 +22,9 @@ import numpy as np
 import torch
 
 from mpnn.model import Pssm, allowed_letters, mean_in_groups
-from mpnn.structures import CA_MODEL, FORMATS, Complex, parse_positions, read_structure
-from sedd.sequences import AMINO_ACIDS, LETTERS, X_ID, decode, encode
-from training.pair_files import quote, unique_keys
+from proteins.structures import CA_MODEL, FORMATS, Complex, parse_positions, read_structure
+from proteins.letters import AMINO_ACIDS, LETTERS, X_ID, decode, encode
+from dpo.pair_files import quote, unique_keys
 
 MOST_BYTES = 1 << 28    # of a file of settings; a PSSM of 1,000 residues has 0.5 MB
 MAX_BIAS = 1e4          # nats; a larger bias would round away the logits in float32

@@ -16,8 +16,8 @@ import numpy as np
 
 from mpnn.demo import demo_pairs
 from mpnn.pairs import describe, read_pairs
-from training.pair_files import hold_out, join_groups, try_all
-from training.seeds import FOR_SPLIT, content_key, random_words
+from dpo.pair_files import hold_out, join_groups, try_all
+from proteins.seeds import FOR_SPLIT, content_key, random_words
 
 MOST_MISSED = 2             # warn if the held-out fraction misses val_fraction by a larger factor
 

@@ -16,12 +16,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpnn.correlation import FEWEST, Report, correlate
+from proteins.correlation import FEWEST, Report, correlate
 from mpnn.model import ProteinMPNN
-from mpnn.mutations import Mutation, MutationTable, Protein, Variant
+from proteins.mutations import Mutation, MutationTable, Protein, Variant
 from mpnn.settings import Design
 from mpnn.variants import score_alone, score_variants, work_of
-from sedd.sequences import AMINO_ACIDS, LETTERS
+from proteins.letters import AMINO_ACIDS, LETTERS
 from training.log import progress_bar
 
 SCORE = "score"         # the column that is added to a table

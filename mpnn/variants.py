@@ -28,8 +28,8 @@ from torch import Tensor
 from mpnn.batches import collate_complexes
 from mpnn.model import (Encoding, ProteinMPNN, SharedContext, decoded_before, decoding_order,
                         step_of_residue)
-from mpnn.structures import Complex
-from sedd.sequences import keyed_generator
+from proteins.structures import Complex
+from proteins.sequences import keyed_generator
 
 AT_ONCE = 8         # residues: with their neighbours' neighbours they fit into a processor's cache
 

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from sedd.prepared import REMAKE
-from sedd.sequences import Proteins, keyed_seed, random_words
+from proteins.sequences import Proteins, keyed_seed, random_words
 
 ROW = 256                       # proteins per row of the table that sum_rows makes
 # Least size of a window (see BatchPlan)

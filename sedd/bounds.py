@@ -35,7 +35,8 @@ import torch
 from torch.nn.functional import pad
 
 from sedd.diffusion import independent_log_score, score_entropy_loss
-from sedd.sequences import X_ID, keyed_generator, unigram_frequencies
+from proteins.letters import X_ID
+from proteins.sequences import keyed_generator, unigram_frequencies
 
 # In training t is drawn from [TIME_EPS, 1], as the weight of the loss, 1/t, diverges at 0: a model
 # learns no scores at lower noise.

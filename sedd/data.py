@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from ddp_setup import barrier, broadcast, note_progress, print0
 from sedd.demo import DemoSource
 from sedd.prepared import PreparedProteins, check_prepared, keys_hash, read_meta, stage_prepared
-from sedd.sequences import read_sequences, split_by_hash
+from proteins.sequences import read_sequences, split_by_hash
 
 LARGE_FILE = 200_000_000        # bytes; a larger file should be prepared first
 STAGE_SECONDS = 3 * 3600.0   # limit for the slowest host to copy the data: 20 GB at 2 MB/s

@@ -6,7 +6,8 @@
 """
 import numpy as np
 
-from sedd.sequences import AMINO_ACIDS, UNIREF50, X_ID, Proteins, decode, keyed_seed
+from proteins.letters import AMINO_ACIDS, UNIREF50, X_ID, decode
+from proteins.sequences import Proteins, keyed_seed
 
 
 class DemoSource:

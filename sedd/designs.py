@@ -13,8 +13,9 @@ import torch
 
 from ddp_setup import all_sum, note_progress
 from sedd.diffusion import sample
-from sedd.sequences import X_ID, decode, keyed_generator
-from training.designs import PolicyDesigns
+from proteins.letters import X_ID, decode
+from proteins.sequences import keyed_generator
+from dpo.designs import PolicyDesigns
 from training.loop import eval_mode
 
 

@@ -14,7 +14,8 @@ from training.files import write_text_atomic
 from sedd.bounds import TIME_EPS, Unigram
 from sedd.diffusion import sample, score_entropy_loss
 from sedd.batches import eval_batches, to_device
-from sedd.sequences import X_ID, collate, decode, keyed_generator, keyed_seed, random_crops
+from proteins.letters import X_ID, decode
+from proteins.sequences import collate, keyed_generator, keyed_seed, random_crops
 from training.loop import ADVICE, Diverged, eval_mode, record_score
 
 SAMPLED_POSITIONS = 2**14   # positions of proteins that are sampled together, to limit memory

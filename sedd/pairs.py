@@ -21,11 +21,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sedd.sequences import X_ID, encode
-from training.pair_files import (hold_out, join_groups, quote, read_items, read_list, read_weight,
-                                 try_all)
-from training.seeds import content_key
-from training.tables import check_cells, read_rows, read_table_text, table_columns
+from proteins.letters import X_ID, encode
+from dpo.pair_files import hold_out, join_groups, quote, read_items, read_list, read_weight, try_all
+from proteins.seeds import content_key
+from proteins.tables import check_cells, read_rows, read_table_text, table_columns
 
 REQUIRED = ("preferred_seq", "unpreferred_seq")
 OPTIONAL = ("group", "weight", "description")
@@ -36,7 +35,7 @@ class SequencePair:
     """Two proteins, the first preferred.
 
     chosen, rejected: (L,) uint8 letters. group: text, or None. weight: in means over pairs.
-    key: hash of both, for seeds and caches. length, shared_key: see training/pair_plan.py.
+    key: hash of both, for seeds and caches. length, shared_key: see dpo/pair_plan.py.
     """
 
     def __init__(self, chosen: np.ndarray, rejected: np.ndarray, group: str | None = None,

@@ -20,16 +20,15 @@ from sedd.bounds import PairBounds, margin_variance
 from sedd.designs import Designs
 from sedd.model import describe_memory
 from sedd.pairs import load_pairs
-from sedd.sequences import X_ID
+from proteins.letters import X_ID
 from sedd.weights import Sedd, load_sedd
 from training.log import show_progress
 from training.loop import eval_mode
 from training.optimizer import state_bytes
-from training.pair_files import try_all
-from training.pair_plan import eval_batches
-from training.preferences import (SUMS, Likelihoods, Loaded, PairValidation, metrics_of, pack,
-                                  unpack_sums)
-from training.reference_scores import WITHOUT_REFERENCE, check_cache, kept_scores
+from dpo.pair_files import try_all
+from dpo.pair_plan import eval_batches
+from dpo.preferences import SUMS, Likelihoods, Loaded, PairValidation, metrics_of, pack, unpack_sums
+from dpo.reference_scores import WITHOUT_REFERENCE, check_cache, kept_scores
 from training.resume import before_saving
 
 # Keys that have a meaning for this kind alone.

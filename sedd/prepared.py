@@ -16,7 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from sedd.sequences import LETTERS, N_TOKENS, Proteins
+from proteins.letters import LETTERS, N_TOKENS
+from proteins.sequences import Proteins
 from training.files import read_text
 
 FORMAT = "prepared proteins"

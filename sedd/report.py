@@ -29,8 +29,9 @@ import numpy as np
 
 from training.config import Parser
 from training.files import write_whole
-from training.tables import refuse_all
-from sedd.sequences import AMINO_ACIDS, encode, named_sequences
+from proteins.tables import refuse_all
+from proteins.letters import AMINO_ACIDS, encode
+from proteins.sequences import named_sequences
 
 K = 5                   # length of the words (K-mers) that are compared; 3.2 million are possible
 WINDOW = 12             # low complexity: residues of a window,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from sedd.sequences import N_TOKENS
+from proteins.letters import N_TOKENS
 from training.log import is_step
 
 NOISE_KEYS = {"loglinear": ("eps",), "cosine": ("eps",), "geometric": ("sigma_min", "sigma_max")}

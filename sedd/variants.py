@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from ddp_setup import Ddp, all_sum, autocast, note_progress
-from sedd.sequences import AMINO_ACIDS, X_ID, encode
-from training.tables import refuse_all, refuse_fasta, table_columns
+from proteins.letters import AMINO_ACIDS, X_ID, encode
+from proteins.tables import refuse_all, refuse_fasta, table_columns
 
 
 def mask_of(sedd):

@@ -25,7 +25,7 @@ from sedd.diffusion import make_graph, make_noise
 from sedd.fast_cpu import speed_up
 from sedd.model import SEDD, fitting_weights, load_official
 from sedd.saved import NOISE_KEYS, check_settings, check_tensors, longest_of, section
-from sedd.sequences import AMINO_ACIDS, LETTERS, N_TOKENS, UNIREF50, X_ID
+from proteins.letters import AMINO_ACIDS, LETTERS, N_TOKENS, UNIREF50, X_ID
 
 FORMAT = "sedd-protein-1"   # of an exported folder
 PUBLISHED_LENGTH = 1024     # tokens per sequence in training of the published models

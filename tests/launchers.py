@@ -34,7 +34,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("sedd", "mpnn", "training", "bench")   # of modules, beside the scripts in ROOT
+FOLDERS = ("proteins", "sedd", "mpnn", "dpo", "training", "bench")   # of modules
 MARK = "TEST_RUN_MARK"
 SLURM_CONF = None     # set by conftest.py: configuration file of the running two-node Slurm
 HOST_SHELL = None     # and a program: HOST_SHELL HOST COMMAND... runs it on a host

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from mpnn.pairs import Pair, read_pairs
-from mpnn.structures import BACKBONE, Chain, Complex, Structure
+from proteins.structures import BACKBONE, Chain, Complex, Structure
 
 
 class Atoms(list):

@@ -7,7 +7,7 @@ import torch
 from sample_sedd import sample_sequences
 from sedd.diffusion import make_graph, make_noise
 from sedd.model import EMA, SEDD
-from sedd.sequences import N_TOKENS
+from proteins.letters import N_TOKENS
 from sedd.variants import score_proteins
 from sedd.weights import load_sedd, model_of
 

@@ -5,7 +5,7 @@ import pytest
 
 from bench.dpo import write_demo_pdb
 from launchers import ROOT
-from sedd.sequences import AMINO_ACIDS
+from proteins.letters import AMINO_ACIDS
 from training_runs import command_lines
 
 ARGUMENTS = ["dpo", "table.csv", "--lower_is_better", "--hold_out", "0.4", "--config",

@@ -3,7 +3,7 @@ import re
 
 import pytest
 
-from sedd.sequences import AMINO_ACIDS
+from proteins.letters import AMINO_ACIDS
 from sedd_cases import write_checkpoint
 from training_runs import command_lines
 

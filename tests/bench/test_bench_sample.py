@@ -8,9 +8,9 @@ from bench import sample
 from bench.dpo import write_demo_pdb
 from mpnn.batches import collate_complexes
 from mpnn.model import decoding_order, gumbel_noise, random_proteinmpnn
-from mpnn.structures import Complex, read_structure
+from proteins.structures import Complex, read_structure
 from sedd.diffusion import AbsorbingGraph, make_noise, sample as our_sample
-from sedd.sequences import X_ID
+from proteins.letters import X_ID
 from sedd_cases import entries, near, seeded, small_model
 
 

@@ -11,7 +11,7 @@ from mpnn.demo import demo_pairs
 from mpnn.model import (ca_frames, ca_orientation, from_checkpoint, load_proteinmpnn, quaternion,
                         random_proteinmpnn, to_checkpoint)
 from mpnn.pairs import read_pairs
-from mpnn.structures import NAMES, read_structure
+from proteins.structures import NAMES, read_structure
 from mpnn_cases import ABSENT, BACKBONE, Atoms, changed, refusal, write
 from ddp_setup import Ddp
 from train_dpo_ddp import Config, prepare, train

@@ -12,7 +12,7 @@ from ddp_setup import Ddp
 from mpnn.demo import PHI_PSI, build_backbone
 from mpnn.model import random_proteinmpnn, to_checkpoint
 from mpnn_cases import Atoms
-from sedd.sequences import named_sequences
+from proteins.sequences import named_sequences
 from train_dpo_ddp import Config, prepare, train
 from training.config import load_config
 from training.command_line import prepare_and_train

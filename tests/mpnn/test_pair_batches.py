@@ -5,11 +5,11 @@ import torch
 
 from mpnn.batches import collate_complexes, make_batch, orders_of, shared_context
 from mpnn.pairs import Pair
-from mpnn.structures import Complex, read_structure
+from proteins.structures import Complex, read_structure
 from mpnn_cases import keys, made
-from sedd.sequences import encode
+from proteins.letters import encode
 from train_dpo_ddp import Loss
-from training.pair_plan import plan_epoch
+from dpo.pair_plan import plan_epoch
 
 
 # 234 pairs on 60 structures of 40 to 335 rows

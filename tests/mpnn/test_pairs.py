@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from mpnn.pairs import describe, read_pairs
-from training.pair_files import unique_keys
+from dpo.pair_files import unique_keys
 from mpnn_cases import AB, ABSENT, GOOD, Atoms, changed, refusal, write
-from sedd.sequences import decode
+from proteins.letters import decode
 
 
 def test_each_malformed_case_is_refused_in_the_words_that_it_names(shared, tmp_path):

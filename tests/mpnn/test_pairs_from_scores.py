@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from pairs_from_scores import main, make_pairs
-from sedd.sequences import AMINO_ACIDS, decode, encode
-from mpnn.mutations import Protein, find_relatives, read_mutations
+from proteins.letters import AMINO_ACIDS, decode, encode
+from proteins.mutations import Protein, find_relatives, read_mutations
 from mpnn.pairs import read_pairs
-from mpnn.structures import NAMES, Chain, Complex, Structure
+from proteins.structures import NAMES, Chain, Complex, Structure
 from mpnn_cases import Atoms
 
 TABLE = "pdb,sequence,score,chain\n"

@@ -11,7 +11,7 @@ from mpnn.batches import collate_complexes
 from mpnn.model import load_proteinmpnn, to_checkpoint
 from mpnn.published import INSTALL, find_weights, in_folder, in_package, is_published
 from mpnn.reference import path_of_base
-from mpnn.structures import Complex, read_structure
+from proteins.structures import Complex, read_structure
 from train_dpo_ddp import Model
 
 VANILLA = "vanilla_model_weights/v_48_020.pt"

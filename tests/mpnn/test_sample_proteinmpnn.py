@@ -12,7 +12,7 @@ import torch
 import sample_proteinmpnn
 from mpnn.model import load_proteinmpnn, random_proteinmpnn, to_checkpoint
 from mpnn.demo import PHI_PSI, build_backbone
-from mpnn.structures import NAMES
+from proteins.structures import NAMES
 from mpnn_cases import Atoms
 
 LETTERS = "ACDEFGHIKLMNPQRSTVWY"

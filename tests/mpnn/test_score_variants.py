@@ -10,13 +10,13 @@ import torch
 import sample_proteinmpnn
 from mpnn.demo import PHI_PSI, build_backbone
 from mpnn.model import load_proteinmpnn, random_proteinmpnn, to_checkpoint
-from mpnn.mutations import place_all, read_mutations
+from proteins.mutations import place_all, read_mutations
 from mpnn.published import in_package
-from mpnn.structures import NAMES, Complex, read_structure
+from proteins.structures import NAMES, Complex, read_structure
 from mpnn.variant_tables import Scoring, correlate_proteins, score_proteins
 from mpnn.variants import score_alone, score_variants
 from mpnn_cases import Atoms
-from sedd.sequences import AMINO_ACIDS, LETTERS
+from proteins.letters import AMINO_ACIDS, LETTERS
 
 NATIVE = "MKTAYIAKQRQ"           # numbered from 10
 

@@ -7,7 +7,7 @@ import pytest
 
 from mpnn.pairs import Pair
 from mpnn.split import load_pairs, split_pairs
-from mpnn.structures import Complex, Structure
+from proteins.structures import Complex, Structure
 from mpnn_cases import ABSENT, changed, keys, made, write
 
 

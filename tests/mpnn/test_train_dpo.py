@@ -21,11 +21,11 @@ from mpnn.model import (ALPHABET, ProteinMPNN, from_checkpoint, load_proteinmpnn
 from training.config import load_config
 from training.command_line import prepare_and_train
 from training.resume import hash_of
-from sedd.sequences import decode
+from proteins.letters import decode
 from mpnn.batches import make_batch, orders_of
 from mpnn.demo import demo_pairs
 from mpnn.pairs import Pair, read_pairs
-from mpnn.structures import NAMES, Complex, Structure
+from proteins.structures import NAMES, Complex, Structure
 import test_proteinmpnn_model
 from test_proteinmpnn_model import each_case, graph_of, near
 from mpnn_cases import Atoms
@@ -35,8 +35,8 @@ from mpnn.preferences import batch_maker
 from train_dpo_ddp import (Config, Loss, MicroBatchDataset, describe_plan, micro_batch_loss,
                            objective, preference_loss, prepare, read_arguments, train)
 from training.loop import MicroBatchSampler
-from training.pair_plan import PairPlan
-from training.preferences import Likelihoods
+from dpo.pair_plan import PairPlan
+from dpo.preferences import Likelihoods
 from training_runs import (  # noqa: F401 (the fixture one_thread)
     ROOT, assert_refused, command_lines, driver, equal, gradients, on_ranks, one_thread, rows,
     same_run, timeless, words)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from mpnn.model import random_proteinmpnn
-from mpnn.structures import Chain, Complex, Structure
+from proteins.structures import Chain, Complex, Structure
 from mpnn.variants import (encode_complex, log_probs_decoded_last, score_alone, score_variants,
                            variant_order, work_of)
 

@@ -9,7 +9,7 @@ import torch
 
 from sedd import batches as module
 from sedd.batches import BatchPlan, BatchReader, eval_batches, sum_rows, to_device
-from sedd.sequences import Proteins, read_sequences
+from proteins.sequences import Proteins, read_sequences
 
 BUDGETS = pytest.mark.parametrize("budget", [dict(tokens=4096), dict(batch_size=12)])
 

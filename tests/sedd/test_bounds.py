@@ -12,7 +12,8 @@ import sedd.bounds
 from sedd.bounds import TIME_EPS, PairBounds, Unigram, margin_variance
 from sedd.demo import DemoSource
 from sedd.diffusion import make_graph, make_noise, score_entropy_loss
-from sedd.sequences import Proteins, X_ID, encode
+from proteins.letters import X_ID, encode
+from proteins.sequences import Proteins
 from sedd_cases import small_model
 
 LETTER_COUNTS = np.arange(100, 121)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from sedd.demo import DemoSource
-from sedd.sequences import UNIREF50, Proteins
+from proteins.letters import UNIREF50
+from proteins.sequences import Proteins
 
 
 @pytest.fixture(scope="module")

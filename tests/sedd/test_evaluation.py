@@ -9,7 +9,8 @@ import torch
 from ddp_setup import Ddp
 from sedd.diffusion import make_graph, make_noise
 from sedd.evaluation import Validation, evaluate, result_lines, sample_proteins
-from sedd.sequences import N_TOKENS, X_ID, Proteins
+from proteins.letters import N_TOKENS, X_ID
+from proteins.sequences import Proteins
 from sedd_cases import TrueScores
 from toy_run import toy
 from train_sedd_ddp import Config

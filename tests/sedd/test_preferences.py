@@ -11,7 +11,7 @@ import sample_sedd
 from ddp_setup import Ddp
 from sedd.pairs import SequencePair, groups_of, read_pairs
 from sedd.preferences import Validation, batch_maker, load, make_reference
-from sedd.sequences import AMINO_ACIDS, encode
+from proteins.letters import AMINO_ACIDS, encode
 from sedd.weights import load_sedd
 from sedd_cases import NOISE, SIZES, write_checkpoint
 from train_dpo_ddp import (Config, MicroBatchDataset, check_config, describe_plan,
@@ -19,7 +19,7 @@ from train_dpo_ddp import (Config, MicroBatchDataset, check_config, describe_pla
 from training.config import load_config
 from training.command_line import prepare_and_train
 from training.loop import MicroBatchSampler
-from training.pair_plan import PairPlan
+from dpo.pair_plan import PairPlan
 from training.resume import hash_of
 from training_runs import (  # noqa: F401 (the fixture one_thread)
     assert_refused, gradients, on_ranks, one_thread, rows, same_run, words)

@@ -19,7 +19,8 @@ import torch
 
 import prepare_uniref50
 from launchers import ROOT
-from sedd.sequences import AMINO_ACIDS, decode, order_words, read_sequences, split_by_hash
+from proteins.letters import AMINO_ACIDS, decode
+from proteins.sequences import order_words, read_sequences, split_by_hash
 
 
 def prepare(out, *files, **options):

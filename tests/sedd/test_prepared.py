@@ -10,7 +10,7 @@ import pytest
 import prepare_uniref50
 from sedd import prepared
 from sedd.prepared import PARTS, SETS, check_prepared, stage_prepared
-from sedd.sequences import decode
+from proteins.letters import decode
 
 
 @pytest.fixture(scope="module")

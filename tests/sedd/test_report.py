@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from sedd.report import compare, difference, divergence, longest_repeat, low_complexity, measure
-from sedd.sequences import AMINO_ACIDS
+from proteins.letters import AMINO_ACIDS
 
 
 def test_low_complexity_and_repeats_of_known_sequences():

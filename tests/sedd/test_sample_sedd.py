@@ -13,7 +13,7 @@ import torch
 from launchers import ROOT, fork_ranks
 from ddp_setup import Ddp
 import sample_sedd
-from mpnn.mutations import place_on_sequences, read_mutations
+from proteins.mutations import place_on_sequences, read_mutations
 from mpnn.variant_tables import correlate_proteins
 from mpnn_cases import Atoms
 from sample_sedd import (cli, in_groups, like_lengths, reshape_choice, sample_sequences,
@@ -22,7 +22,7 @@ from sedd_cases import NOISE, SIZES, TrueScores, draw_and_score, write_checkpoin
 from sedd.diffusion import make_graph, make_noise
 from sedd.fast_cpu import scores_at_masks_only
 from sedd.weights import Sedd, export_sedd, load_sedd
-from sedd.sequences import AMINO_ACIDS, N_TOKENS, encode
+from proteins.letters import AMINO_ACIDS, N_TOKENS, encode
 from sedd.variants import (batches_by_places, predict_letters, residue_scores, score_proteins,
                            variant_scores)
 from training_runs import needs_pretended_device, on_ranks

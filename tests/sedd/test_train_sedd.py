@@ -33,7 +33,8 @@ from training.loop import Diverged
 from training.command_line import prepare_and_train
 from sedd.diffusion import make_graph, make_noise, score_entropy_loss
 from sedd.demo import DemoSource
-from sedd.sequences import N_TOKENS, X_ID, decode, read_sequences
+from proteins.letters import N_TOKENS, X_ID, decode
+from proteins.sequences import read_sequences
 from training.loop import MicroBatchSampler
 from sedd.evaluation import sample_proteins
 from sedd.weights import export_sedd, load_sedd

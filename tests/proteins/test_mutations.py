@@ -1,10 +1,10 @@
-"""mpnn/mutations.py: lists and tables of mutations, and where their residues are."""
+"""proteins/mutations.py: lists and tables of mutations, and where their residues are."""
 
 import math
 
 import pytest
 
-from mpnn.mutations import place_all, read_mutations
+from proteins.mutations import place_all, read_mutations
 from mpnn_cases import refusal, write
 
 TABLE = "pdb_file,chain,mutation,ddg\n"

@@ -20,8 +20,8 @@ from pathlib import Path
 import gemmi
 import numpy as np
 
-from sedd.sequences import X_ID
-from training.seeds import content_key
+from proteins.letters import X_ID
+from proteins.seeds import content_key
 
 NAMES = "ALA CYS ASP GLU PHE GLY HIS ILE LYS LEU MET ASN PRO GLN ARG SER THR VAL TRP TYR".split()
 BACKBONE = ("N", "CA", "C", "O")

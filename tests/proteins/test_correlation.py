@@ -1,10 +1,10 @@
-"""mpnn/correlation.py: Spearman's correlation and its intervals."""
+"""proteins/correlation.py: Spearman's correlation and its intervals."""
 
 import numpy as np
 import pytest
 
-from mpnn import correlation
-from mpnn.correlation import average_ranks, correlate, spearman
+from proteins import correlation
+from proteins.correlation import average_ranks, correlate, spearman
 
 
 def test_equal_values_get_the_mean_of_their_ranks():

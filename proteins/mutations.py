@@ -23,10 +23,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpnn.structures import Chain, Complex, Structure, read_structure
-from training.tables import (MAX_LISTED, check_cells, read_rows, read_table_text, refuse_all,
+from proteins.structures import Chain, Complex, Structure, read_structure
+from proteins.tables import (MAX_LISTED, check_cells, read_rows, read_table_text, refuse_all,
                              refuse_fasta, table_columns)
-from sedd.sequences import AMINO_ACIDS, LETTERS, decode, encode
+from proteins.letters import AMINO_ACIDS, LETTERS, decode, encode
 
 OPTIONAL = ("pdb_file", "chain", "context", "sequence")
 LARGEST = 1e100         # measured value, so that sums of squares stay finite

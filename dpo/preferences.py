@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from training.loop import ADVICE, Diverged, record_score, unpack
-from training.pair_plan import eval_batches
+from dpo.pair_plan import eval_batches
 
 # Metrics of a pair, in the order in which `pack` lays them side by side. rewards: beta x (ln p -
 # ln p of the reference), or beta x ln p for losses without a reference. Also the order of sums in

@@ -21,7 +21,7 @@ import math
 
 import numpy as np
 
-from training.seeds import FOR_LENGTHS, FOR_PAIRS, FOR_STEPS, random_words
+from proteins.seeds import FOR_LENGTHS, FOR_PAIRS, FOR_STEPS, random_words
 
 LENGTH_RATIO = 1.1      # longest / shortest of a class of lengths, within which is shuffled
 

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from sedd import sequences
+from proteins import sequences
 from sedd.demo import DemoSource
-from sedd.sequences import (AMINO_ACIDS, BLOCK_BYTES, N_TOKENS, X_ID, Proteins, apply_max_length,
-                            collate, decode, encode, keyed_generator, keyed_seed, named_sequences,
-                            order_words, random_crops, read_sequences, split_by_hash,
-                            unigram_frequencies)
+from proteins.letters import AMINO_ACIDS, N_TOKENS, X_ID, decode, encode
+from proteins.sequences import (BLOCK_BYTES, Proteins, apply_max_length, collate, keyed_generator,
+                                keyed_seed, named_sequences, order_words, random_crops,
+                                read_sequences, split_by_hash, unigram_frequencies)
 
 
 def write(tmp_path, content, name="in.fasta"):

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from mpnn.batches import collate_complexes
-from mpnn.structures import Complex, parse_positions, read_structure
+from proteins.structures import Complex, parse_positions, read_structure
 from mpnn_cases import Atoms, refusal, write
-from sedd.sequences import decode
+from proteins.letters import decode
 
 
 def read_text(tmp_path, name, text):
@@ -221,7 +221,7 @@ def test_an_atom_that_comes_twice_is_named(tmp_path):
 @pytest.mark.parametrize("pack", [bytes, gzip.compress], ids=["plain", "packed"])
 def test_a_file_larger_than_any_structure_is_refused_before_it_is_unpacked(
         tmp_path, monkeypatch, pack):
-    monkeypatch.setattr("mpnn.structures.MAX_MIB", 1)
+    monkeypatch.setattr("proteins.structures.MAX_MIB", 1)
     line = Atoms().add("A", 1, "ALA").pdb().splitlines()[0] + "\n"
     path = write(tmp_path, pack((line * 14_000).encode()), "s.pdb")
     said = refusal(path, read_structure)

@@ -3,7 +3,7 @@ import hashlib
 
 import numpy as np
 
-from training.seeds import content_key
+from proteins.seeds import content_key
 
 
 def test_the_key_of_a_content_is_the_same_number_in_every_version():

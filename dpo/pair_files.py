@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from training.seeds import FOR_SPLIT, random_words
+from proteins.seeds import FOR_SPLIT, random_words
 
 MAX_LISTED = 20             # at most so many problems of a file, or contradictions, are listed
 LEAST_WEIGHT = 1e-6         # of a pair

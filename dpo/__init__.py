@@ -1,0 +1,1 @@
+"""What training on preferences shares for both models: pairs, their plan, scores, metrics."""
