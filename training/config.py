@@ -38,7 +38,7 @@ import types
 import typing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import yaml
 
@@ -97,6 +97,50 @@ def load_config(cls, path=None, overrides=(), flags=None):
     if problems:
         raise ValueError("\n".join(problems))
     return config
+
+
+def read_fields(cls, values, source):
+    """Make a dataclass from what a file of JSON or of torch.save holds.
+
+    The values are converted as those of a config are. Keys that the dataclass has not are ignored.
+
+    Args:
+        cls:    dataclass, whose fields may be of any type above, dataclasses, list[T], Any, or a
+            class such as torch.Tensor. A field without default must be in the file.
+        values: mapping, as the file has it.
+        source: path of the file, for messages.
+    Returns: an instance of cls.
+    Raises: ValueError, a sentence on the first value that is missing, of another type or outside
+        the limits of its `key`.
+    """
+    if not isinstance(values, dict):
+        raise ValueError(f"{source} holds {_show(values)}; expected {_name_type(cls)}.")
+    try:
+        return _convert_fields(values, cls, source, f"{source}: ")
+    except ValueError as error:
+        raise ValueError(f"{error}.") from None
+
+
+def key(default=dataclasses.MISSING, *, help="", may_change=False,  # noqa: PLR0913  (all of a key)
+        per_host=False, kind=None, flag=None, **limits):
+    """A field of a dataclass that says everything about a key of a config, or of a file.
+
+        lr: float = key(3e-4, least=0, most=1e3, help="learning rate")
+
+    Args:
+        default: its value where it is not given; left out: it must be given.
+        help: what it means, with its unit, for --help.
+        may_change: whether a resumed run may have another value.
+        per_host: whether it may differ between hosts.
+        kind: the only model.kind that uses it.
+        flag: an option of the command line that sets it, such as "--data".
+        limits: of a number, or of each number of a list: least and most, which it may be; above
+            and below, which it may not be."""
+    unknown = set(limits) - {"least", "most", "above", "below"}
+    if unknown:
+        raise TypeError(f"key() got {', '.join(unknown)}; expected least, most, above or below")
+    metadata = dict(help=help, may_change=may_change, per_host=per_host, kind=kind, flag=flag)
+    return dataclasses.field(default=default, metadata={**metadata, **limits})
 
 
 def other_script(nested, cls) -> str:
@@ -515,6 +559,7 @@ def _make_section(cls, raw, prefix, path, origins, root, problems):
     problems: list of error texts, to which this function appends.
     """
     kinds = _types(cls)
+    fields = {field.name: field for field in dataclasses.fields(cls)}
     values = {}
     for key, value in raw.items():
         dotted = f"{prefix}{key}"
@@ -527,9 +572,10 @@ def _make_section(cls, raw, prefix, path, origins, root, problems):
             problems.append(_unknown(root, cls, key, prefix, where))
         elif not dataclasses.is_dataclass(kinds[key]):
             try:
-                values[key] = _convert(value, kinds[key])
+                values[key] = _convert(value, kinds[key], f"{where}: {dotted}")
+                _check_range(values[key], fields[key], f"{where}: {dotted}")
             except ValueError as error:
-                problems.append(f"{where}: {dotted}: {error}")
+                problems.append(f"{error}.")
         elif isinstance(value, dict):
             values[key] = _make_section(kinds[key], value, dotted + ".", path, origins, root,
                                         problems)
@@ -548,7 +594,7 @@ def _show(value):
 
 
 def _name_type(kind):
-    """The name of a type, in words for somebody who edits a YAML file."""
+    """The name of a type, in words for somebody who edits a file."""
     origin = typing.get_origin(kind)
     args = typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
@@ -558,48 +604,123 @@ def _name_type(kind):
     if origin is tuple:
         items = [_name_type(item) for item in args if item is not Ellipsis]
         return f"a list, each {items[0]}" if Ellipsis in args else f"[{', '.join(items)}]"
+    if origin is list:
+        return f"a list, each {_name_type(args[0])}"
+    if dataclasses.is_dataclass(kind):
+        return f"a mapping with {', '.join(_types(kind))}"
     names = {float: "a number", int: "a whole number", bool: "true or false", str: "text",
-             dict: "a mapping {key: value}", type(None): "null"}
-    return names.get(origin or kind, str(kind))
+             dict: "a mapping {key: value}", list: "a list", type(None): "null"}
+    plain = origin or kind
+    return names.get(plain, f"a {getattr(plain, '__name__', plain)}")
 
 
-def _convert(value, kind):  # noqa: C901  (one branch per kind of type)
-    """Convert a value from YAML to the annotated type. Raises: ValueError if it does not fit."""
+def _convert(value, kind, place):  # noqa: C901  (one branch per kind of type)
+    """Convert a value from a file to the annotated type.
+
+    place: what the value is, for messages: "FILE: section.key". Raises: ValueError, the sentence
+    on what does not fit, without its full stop."""
     origin = typing.get_origin(kind)
     args = typing.get_args(kind)
-    if origin in (typing.Union, types.UnionType):
-        for member in args:
-            try:
-                return _convert(value, member)
-            except ValueError:
-                continue
-    elif origin is typing.Literal and value in args:
+    if kind is Any:
         return value
-    elif kind in (float, int) and isinstance(value, str):
+    if origin in (typing.Union, types.UnionType):
+        return _convert_to_one(value, args, place)
+    if dataclasses.is_dataclass(kind) and isinstance(value, dict):
+        return _convert_fields(value, kind, place, f"{place}.")
+    if origin is typing.Literal and value in args:
+        return value
+    if kind in (float, int):
         number = _number(value, kind)
         if number is not None:
             return number
-    elif kind in (bool, str, type(None)) and type(value) is kind:
-        return value
-    elif origin is tuple and isinstance(value, list):
-        kinds = args[:1] * len(value) if Ellipsis in args else args
+    elif kind in (bool, str, type(None)):
+        if type(value) is kind:
+            return value
+    elif origin in (tuple, list) and isinstance(value, (tuple, list)):
+        one_kind = origin is list or Ellipsis in args
+        kinds = args[:1] * len(value) if one_kind else args
         if len(value) == len(kinds):
-            return tuple(map(_convert, value, kinds))
+            return origin(_convert(item, item_kind, f"{place}[{number}]")
+                          for number, (item, item_kind) in enumerate(zip(value, kinds)))
     elif origin is dict and isinstance(value, dict):
-        return {_convert(key, args[0]): _convert(item, args[1]) for key, item in value.items()}
-    quotes = " Quote it." if kind is str and isinstance(value, bool) else ""
-    raise ValueError(f"found {_show(value)}; expected {_name_type(kind)}.{quotes}")
+        return {_convert(key, args[0], f"{place}: key {_show(key)}"):
+                _convert(item, args[1], f"{place}[{_show(key)}]") for key, item in value.items()}
+    elif isinstance(kind, type) and isinstance(value, kind):
+        return value
+    quotes = ". Quote it" if kind is str and isinstance(value, bool) else ""
+    raise ValueError(f"{place} is {_show(value)}; expected {_name_type(kind)}{quotes}")
 
 
-def _number(text, kind):
-    """Read a text as int or float. None if it is neither, or is nan or infinite."""
-    try:
-        number = float(text)
-    except ValueError:
+def _convert_to_one(value, kinds, place):
+    """The value as the first of the kinds that accepts it."""
+    for kind in kinds:
+        if dataclasses.is_dataclass(kind) and isinstance(value, dict):
+            return _convert(value, kind, place)   # its error names the field
+        try:
+            return _convert(value, kind, place)
+        except ValueError:
+            continue
+    expected = " or ".join(map(_name_type, kinds))
+    raise ValueError(f"{place} is {_show(value)}; expected {expected}")
+
+
+def _convert_fields(values, cls, place, prefix):
+    """Instance of the dataclass cls. prefix: what to put before the name of a field."""
+    kinds = _types(cls)
+    fields = {}
+    for field in dataclasses.fields(cls):
+        kind = kinds[field.name]
+        if field.name in values:
+            name = f"{prefix}{field.name}"
+            fields[field.name] = _convert(values[field.name], kind, name)
+            _check_range(fields[field.name], field, name)
+        elif _has_no_default(field):
+            raise ValueError(f"{place} has no {field.name}; expected {_name_type(kind)}")
+    return cls(**fields)
+
+
+def _has_no_default(field):
+    return (field.default is dataclasses.MISSING
+            and field.default_factory is dataclasses.MISSING)
+
+
+def _check_range(value, field, name):
+    """Refuse a number, or a list with one, outside the limits that `key` gave the field."""
+    limits = field.metadata
+    numbers = value if isinstance(value, (tuple, list)) else [value]
+    for number in numbers:
+        if type(number) not in (int, float):
+            continue
+        is_inside = (limits.get("least", number) <= number <= limits.get("most", number)
+                     and limits.get("above", -math.inf) < number < limits.get("below", math.inf))
+        if not is_inside:
+            raise ValueError(f"{name} is {_show(value)}; expected {_range_text(limits)}")
+
+
+def _range_text(limits):
+    """The limits of a key in words: "at least 0 and below 1"."""
+    words = {"least": "at least", "above": "above", "most": "at most", "below": "below"}
+    texts = [f"{text} {limits[name]}" for name, text in words.items() if name in limits]
+    return " and ".join(texts)
+
+
+def _number(value, kind):
+    """Read a number, or the text of one, as int or float. None if it is neither, or is nan,
+    infinite, or a whole number that 64 bits do not hold."""
+    if type(value) not in (int, float, str):
         return None
-    if not math.isfinite(number) or (kind is int and not number.is_integer()):
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return None
+    if not math.isfinite(number):
+        return None
+    if kind is float:
+        return number
+    if not number.is_integer() or abs(number) > 2**63:
         return None
     try:
-        return kind(text)   # int(text) is exact for large numbers, too
-    except ValueError:      # int() does not read 1e6 or 2.0
-        return int(number)
+        whole = int(value)   # exact for large numbers, too
+    except ValueError:       # int() does not read the texts 1e6 and 2.0
+        whole = int(number)
+    return whole if -2**63 <= whole < 2**63 else None

@@ -1,18 +1,20 @@
 """Configuration: what YAML and the command line may say; all else is refused where it stands."""
 
+import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, make_dataclass
 from operator import attrgetter
-from typing import Literal, Optional
+from typing import Any, Literal, Optional
 
 import pytest
+import torch
 
 import train_dpo_ddp
 import train_sedd_ddp
 from launchers import ROOT
 from training.config import (KEYS_OF, CommonMemory, CommonMonitoring, CommonOptim, CommonTraining,
                              DdpSection, Parser, check_common, check_least, config_differences,
-                             config_items, config_to_dict, load_config, refuse)
+                             config_items, config_to_dict, key, load_config, read_fields, refuse)
 
 
 @dataclass
@@ -83,14 +85,90 @@ def test_a_value_is_read_as_the_type_of_its_field_in_file_and_command(tmp_path, 
     ("training.mixed_precision", ("[16]",), "true or false or text"),
     ("optim.scale", ("{cap: four}", "lineal"), "none, linear, sqrt or a mapping"),
     ("optim.betas", ("[0.9]", "0.9"), "expected [a number, a number]"),
-    ("optim.milestones", ("[1, x]",), "found 'x'"),
+    ("optim.milestones", ("[1, x]",), "milestones[1] is 'x'"),
+    ("seed", (str(2**63), str(-2**70), "1e400"), "expected a whole number"),
     ("graph", ("absorbing", "off"), "one of absorb, uniform")])
 def test_a_value_of_another_type_is_refused_with_what_is_expected(tmp_path, key, texts, says):
     for text in texts:
         message = refusal(tmp_path, assignment(key, text))
-        assert f"config.yaml: {key}: found" in message and says in message
-    with pytest.raises(ValueError, match=f"command line, .*{key}: found"):
+        assert f"config.yaml: {key}" in message and says in message
+    with pytest.raises(ValueError, match=f"command line, .*{key}.* is .*; expected"):
         load_config(Config, None, [f"{key}={texts[0]}"])
+
+
+@pytest.mark.parametrize("limits, inside, outside, expected", [
+    (dict(least=0, below=1), ["0", "0.5"], ["-0.1", "1"], "at least 0 and below 1"),
+    (dict(above=0, most=1), ["0.1", "1"], ["0", "1.1"], "above 0 and at most 1")])
+def test_a_number_outside_the_limits_of_its_key_is_refused(limits, inside, outside, expected):
+    optim = make_dataclass("Optim", [("share", float | None, key(None, **limits)),
+                                     ("betas", tuple[float, ...], key((), **limits))])
+    config = make_dataclass("Config", [("optim", optim, field(default_factory=optim))])
+    assert load_config(config, None, ["optim.share=null"]) == config()
+    for text in inside:
+        load_config(config, None, [f"optim.share={text}", f"optim.betas=[{text}]"])
+    for text in outside:
+        for override in (f"optim.share={text}", f"optim.betas=[{inside[0]}, {text}]"):
+            with pytest.raises(ValueError, match=rf"{override[:11]}.* is .*; expected {expected}"):
+                load_config(config, None, [override])
+
+
+def test_a_key_with_a_limit_of_another_name_is_refused():
+    with pytest.raises(TypeError, match="expected least, most, above or below"):
+        key(1, minimum=0)
+
+
+# ---- files of other kinds ----
+
+@dataclass
+class Best:
+    step: int = key(least=0)
+    score: float = key()
+
+
+@dataclass
+class Saved:
+    step: int
+    kind: Literal["absorb", "uniform"]
+    weights: dict[str, torch.Tensor]
+    best: Best | None = None
+    letters: list[int] | None = key(None, least=0)
+    more: Any = None
+
+
+def test_a_file_is_read_into_the_types_of_its_fields():
+    weights = {"a": torch.zeros(2)}
+    values = {"step": 3, "kind": "absorb", "weights": weights, "best": {"step": 2.0, "score": 1},
+              "letters": [1, 2], "more": {"a": (1, None)}, "unknown": object()}
+    found = read_fields(Saved, values, "x.pt")
+    assert found == Saved(3, "absorb", weights, Best(2, 1.0), [1, 2], {"a": (1, None)})
+    assert type(found.best.step) is int and type(found.best.score) is float
+    assert read_fields(Saved, {"step": 3, "kind": "absorb", "weights": {}}, "x.pt").best is None
+
+
+@pytest.mark.parametrize("values, sentence", [
+    ([1], "x.pt holds [1]; expected a mapping with step, kind, weights, best, letters, more"),
+    ({"step": "x"}, "x.pt: step is 'x'; expected a whole number"),
+    ({"step": True}, "x.pt: step is True; expected a whole number"),
+    ({"step": 1.5}, "x.pt: step is 1.5; expected a whole number"),
+    ({"step": 2**80}, f"x.pt: step is {2**80}; expected a whole number"),
+    ({"step": 1}, "x.pt has no kind; expected one of absorb, uniform"),
+    ({"kind": torch.zeros(2)}, "x.pt: kind is tensor([0., 0.]); expected one of absorb, uniform"),
+    ({"weights": {"a": [1]}}, "x.pt: weights['a'] is [1]; expected a Tensor"),
+    ({"weights": {1: 1}}, "x.pt: weights: key 1 is 1; expected text"),
+    ({"best": {"step": 1}}, "x.pt: best has no score; expected a number"),
+    ({"best": {"step": -1}}, "x.pt: best.step is -1; expected at least 0"),
+    ({"best": 3}, "x.pt: best is 3; expected a mapping with step, score or null"),
+    ({"best": {"step": 1, "score": math.nan}}, "x.pt: best.score is nan; expected a number"),
+    ({"letters": [1, -1]}, "x.pt: letters is [1, -1]; expected at least 0"),
+    ({"letters": [1, "a"]}, "x.pt: letters is [1, 'a']; expected a list, each a whole number or "
+                            "null")])
+def test_the_first_value_of_a_file_that_does_not_fit_is_named(values, sentence):
+    good = {"step": 1, "kind": "absorb", "weights": {}}
+    if isinstance(values, dict) and values != {"step": 1}:
+        values = {**good, **values}
+    with pytest.raises(ValueError) as caught:
+        read_fields(Saved, values, "x.pt")
+    assert str(caught.value) == f"{sentence}."
 
 
 @pytest.mark.parametrize("text, advice", [
@@ -120,15 +198,15 @@ def test_an_option_of_its_own_prevails_and_gives_text_as_it_is_to_a_field_of_tex
     flags = {"optim.lr": "3e-4", "name": "010: [x", "seed": None, "training.batch_size": "5"}
     config = load_config(Config, None, ["optim.lr=1e-4", "seed=7", "name=a"], flags)
     assert config == Config(7, "010: [x", training=Training(5), optim=Optim(3e-4))
-    with pytest.raises(ValueError, match="command line, 'optim.lr=fast': optim.lr: found 'fast'"):
+    with pytest.raises(ValueError, match="command line, 'optim.lr=fast': optim.lr is 'fast'"):
         load_config(Config, None, (), {"optim.lr": "fast"})
 
 
 @pytest.mark.parametrize("override, says", [
     ("optim.lr", "expected section.key=value"), ("=3", "expected section.key=value"),
-    ("optim.lr=", "optim.lr: found nothing"), ("optim={lr: 1}", "is a section"),
+    ("optim.lr=", "optim.lr is nothing"), ("optim={lr: 1}", "is a section"),
     ("optim.learning=1", "unknown key 'optim.learning'"), ("option.lr=1", "Did you mean 'optim'?"),
-    ("optim.lr.cap=4", "found {'cap': '4'}; expected a number"),
+    ("optim.lr.cap=4", "optim.lr is {'cap': '4'}; expected a number"),
     ("optim.betas=[0.9, 0.99", "not valid YAML")])
 def test_a_bad_override_is_refused_as_typed(tmp_path, override, says):
     message = refusal(tmp_path, "seed: 1", override)
@@ -233,7 +311,7 @@ def test_a_value_that_would_print_without_end_is_cut(tmp_path):
     text = "optim: {lr: &a0 [x, x, x, x, x, x, x, x, x]}\n"
     for k in range(1, 9):
         text += f"a{k}: &a{k} [{', '.join([f'*a{k - 1}'] * 9)}]\n"
-    with pytest.raises(ValueError, match="found .*; expected a whole number") as caught:
+    with pytest.raises(ValueError, match=" is .*; expected a whole number") as caught:
         load(tmp_path, text + "seed: *a8\n")
     assert len(str(caught.value)) < 5_000
 
