@@ -149,7 +149,6 @@ class Data:
     # in the sequence); ranges "A10-A20" or "9-19", both ends included.
     mutable_positions: str | None = None
     mutable_ranges: str | None = None
-    reference_cache: str | None = None   # folder; none: reference/ in the run folder
     demo_structures: int = 48
     demo_pairs: int = 8                  # per structure
 
@@ -158,7 +157,6 @@ class Data:
 class Memory(CommonMemory):
     # for the policy's training steps only; validation and the reference use float32
     mixed_precision: bool | Literal["float32", "bfloat16", "float16"] = False
-    structure_cache_mb: int = 2048       # on the device: graphs, and encodings by the base weights
 
 
 @dataclass
@@ -185,13 +183,13 @@ class Config:
 
 # What a resumed run may change, beside the number of ranks. Files of data and base weights may
 # move: their content is compared. max_length can only refuse pairs.
-MAY_CHANGE = (*MAY_ALWAYS_CHANGE, "memory.structure_cache_mb", "monitoring.fall",
-              "monitoring.n_designs", "monitoring.design_temperature", "data.reference_cache",
+MAY_CHANGE = (*MAY_ALWAYS_CHANGE, "monitoring.fall",
+              "monitoring.n_designs", "monitoring.design_temperature",
               "data.train_data", "data.val_data", "data.max_length", "model.base_model_name",
               "model.base_model_dir", "model.base", "monitoring.design_steps")
-PER_HOST = ("data.train_data", "data.val_data", "data.reference_cache", "model.base_model_name",
+PER_HOST = ("data.train_data", "data.val_data", "model.base_model_name",
             "model.base",
-            "model.base_model_dir", "training.num_workers", "memory.structure_cache_mb",
+            "model.base_model_dir", "training.num_workers",
             "memory.max_memory_per_gpu")   # may differ between hosts
 NEEDED = (*ALWAYS_NEEDED, "sums", "seen", "base")   # what a checkpoint must hold
 
@@ -200,7 +198,7 @@ def check_config(config: Config, without_data: bool = False) -> None:
     """Check what types cannot: ranges, and keys that exclude each other. Raises ValueError.
 
     without_data: data.train_data may be missing, as --plan needs no pairs."""
-    for key in ("train_data", "val_data", "mutable_positions", "mutable_ranges", "reference_cache"):
+    for key in ("train_data", "val_data", "mutable_positions", "mutable_ranges"):
         value = getattr(config.data, key)
         if value is not None and not value.strip():
             raise ValueError(f"config: data.{key} is empty; expected a value. If you do not need "
@@ -221,7 +219,6 @@ def check_config(config: Config, without_data: bool = False) -> None:
     problems += check_least(config, {
         "loss": {"gamma": 0, "sft": 0, "diversity_lambda": 0, "native_kl": 0, "n_orders": 1},
         "data": {"max_length": 1, "demo_structures": 1, "demo_pairs": 1},
-        "memory": {"structure_cache_mb": 0},
         "monitoring": {"fall": 0, "n_designs": 0}})
     refuse(problems)
 

@@ -132,7 +132,6 @@ class Monitoring(CommonMonitoring):
     sample_frequency: int = 0            # steps between sampled proteins; 0 = only at the end
     n_samples: int = 8                   # proteins to sample; 0 = none
     sample_steps: int = 128
-    predictor: Literal["euler", "analytic"] = "analytic"
     matmul_tflops: float | None = None   # of a rank's device, as test_dtype.py measures it, for
     #                                      `mfu` in the log; null: as published for some GPUs
 
@@ -154,7 +153,7 @@ class Config:
 # Keys that may change when a run resumes. The number of ranks may change too.
 # Paths of data and initial weights may change, but a hash of the content must stay the same.
 MAY_CHANGE = (*MAY_ALWAYS_CHANGE, "monitoring.sample_frequency", "monitoring.n_samples",
-              "monitoring.sample_steps", "monitoring.predictor", "monitoring.matmul_tflops",
+              "monitoring.sample_steps", "monitoring.matmul_tflops",
               "data.file", "data.demo_proteins", "training.init_from")
 PER_HOST = ("data.file", "training.num_workers", "memory.max_memory_per_gpu")   # may differ by host
 NEEDED = (*ALWAYS_NEEDED, "ema", "plan")    # what a checkpoint must hold

@@ -127,7 +127,7 @@ def measure_run(run, settings, args, ddp):
         unit=run.plan.counted_in if args.what == "sedd" else "pairs",
         largest=max(args.ranks, default=ddp.world_size), train=args.train,
         parameters=sum(p.numel() for p in parameters), gradient_bytes=size,
-        messages=count_messages(size, run.config.ddp.bucket_cap_mb),
+        messages=count_messages(size, None),
         memory_gb=max(all_sum(memory, ddp)), noise=noise, all_reduces=time_all_reduces(ddp),
         rows=rows)
 

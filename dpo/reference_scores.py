@@ -4,7 +4,6 @@
     check_cache(config, ddp)
     make_tables(run, ddp)
 """
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -51,23 +50,11 @@ def read_scores(path, shape):
     return scores
 
 
-def check_cache(config, ddp):
-    """Refuse a data.reference_cache that rank 0 could not write."""
-    given = config.data.reference_cache
-    folder = Path(given or ".").absolute()
-    nearest = next(p for p in (folder, *folder.parents) if p.exists())
-    is_usable = nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
-    if given and ddp.is_main and not is_usable:
-        reason = "is not writable" if nearest.is_dir() else "is a file"
-        raise ValueError(f"data.reference_cache {given} cannot be used: {nearest} {reason}. "
-                         "Expected a folder that can be written, or made.")
-
-
 def make_tables(run, ddp):
     """Precompute (or read from the cache) the reference scores that are the same in all epochs."""
     reference = run.reference
     validation = run.validation
-    folder = run.config.data.reference_cache or run.work_dir / "reference"
+    folder = run.work_dir / "reference"
     if reference.is_fixed and reference.needed:
         reference.table, source = reference.precompute(run.pairs, run.base, folder,
                                                         "training pairs")

@@ -22,15 +22,14 @@ from mpnn.reference import Reference, base_is_ca_only, load_base
 from mpnn.split import load_pairs
 from dpo.pair_files import try_all
 from dpo.preferences import Loaded
-from dpo.reference_scores import WITHOUT_REFERENCE, check_cache
+from dpo.reference_scores import WITHOUT_REFERENCE
 from training.resume import before_saving
 
 # Keys that have a meaning for this kind alone.
 OWN_KEYS = ("model.base_model_name", "model.base_model_dir", "model.dropout", "model.random",
             "loss.order", "loss.n_orders", "loss.share_order", "loss.temperature",
             "loss.native_kl", "loss.reference", "data.mutable_positions", "data.mutable_ranges",
-            "data.demo_structures", "data.demo_pairs", "memory.structure_cache_mb",
-            "monitoring.design_temperature")
+            "data.demo_structures", "data.demo_pairs", "monitoring.design_temperature")
 
 
 def check(config: Any, without_data: bool) -> list[str]:
@@ -78,10 +77,9 @@ def plan_memory(config: Any) -> list[str]:
 def load(config: Any, ddp: Any) -> Loaded:
     """Pairs and base weights. Raises: ValueError with the problems of both."""
     seed = config.training.seed
-    data, (model, base), _ = try_all(        # their problems in one message
+    data, (model, base) = try_all(        # their problems in one message
         lambda: load_pairs(config.data, seed, lambda: note_progress(ddp), base_is_ca_only(config)),
-        lambda: load_base(config),
-        lambda: check_cache(config, ddp))
+        lambda: load_base(config))
     return Loaded(data, model, base)
 
 

@@ -23,6 +23,7 @@ from dpo.preferences import Likelihoods
 from dpo.reference_scores import WITHOUT_REFERENCE, kept_scores
 
 GRAPH_INPUT = ("X", "mask", "residue_idx", "chain_id")      # arguments of ProteinMPNN.graph
+CACHE_BYTES = 2 << 30   # on the device, of graphs and encodings of complexes
 CACHE_FORMAT = 3   # version of the files of scores; part of the hash that names them
 
 
@@ -134,7 +135,7 @@ def stack(parts: list) -> Graph | Encoding:
 
 class Reference:
     """The base model on the device, with a cache of each complex's graph (the network's input) and
-    encoding. memory.structure_cache_mb limits the cache.
+    encoding. CACHE_BYTES limits the cache.
 
     needed: whether the loss has a reference. is_fixed: whether its scores are the same in all
     epochs. table: these scores of all training pairs, (n, 2), or None."""
@@ -149,7 +150,7 @@ class Reference:
         self.is_unfolded = config.loss.reference == "unfolded"
         # Whether policy and reference are equal before the first step.
         self.is_start = self.needed and not self.is_unfolded
-        self.room = config.memory.structure_cache_mb * 2**20   # bytes left in the cache
+        self.room = CACHE_BYTES         # left in the cache
         self.cache = {}         # (kind, key of a complex) -> what was made, least recent first
         self.is_fixed = config.loss.order != "random" or self.is_unfolded
         self.table = None

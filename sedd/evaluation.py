@@ -215,8 +215,7 @@ def sample_proteins(model, config, graph, noise,   # noqa: PLR0913  (the fields 
             return model(xt, sigma, padding_mask)
 
         return sample(log_score, graph, noise, tuple(mask.shape), monitoring.sample_steps,
-                      predictor=monitoring.predictor, forbidden=(X_ID,), mask=mask,
-                      generator=generator, device=ddp.device)
+                      forbidden=(X_ID,), mask=mask, generator=generator, device=ddp.device)
 
     at_a_time = max(1, SAMPLED_POSITIONS // masks.shape[1])
     with eval_mode(model), torch.no_grad(), autocast(dtype, ddp):

@@ -25,10 +25,9 @@ from sedd.weights import Sedd, load_sedd
 from training.log import show_progress
 from training.loop import eval_mode
 from training.optimizer import state_bytes
-from dpo.pair_files import try_all
 from dpo.pair_plan import eval_batches
 from dpo.preferences import SUMS, Likelihoods, Loaded, PairValidation, metrics_of, pack, unpack_sums
-from dpo.reference_scores import WITHOUT_REFERENCE, check_cache, kept_scores
+from dpo.reference_scores import WITHOUT_REFERENCE, kept_scores
 from training.resume import before_saving
 
 # Keys that have a meaning for this kind alone.
@@ -77,7 +76,7 @@ def plan_memory(config: Any) -> list[str]:
 
 def load(config: Any, ddp: Ddp) -> Loaded:
     """Pairs and base weights; `more` is a Sedd. Raises: ValueError with the problems of both."""
-    sedd, _ = try_all(lambda: read_base(config.model.base), lambda: check_cache(config, ddp))
+    sedd = read_base(config.model.base)
     data = load_pairs(config.data, config.training.seed, longest_of(sedd, config),
                       lambda: note_progress(ddp))
     check_lengths([*data.train, *(data.val or [])], config.loss.name)

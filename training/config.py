@@ -50,6 +50,11 @@ MOST_STEPS = 10**12          # of a run: a thousand a second for 30 years
 MOST_LR = 1e3                # far above any that trains
 MOST_PROFILED = 50           # steps of a trace, which is in memory up to its end: MBs a step
 MOST_WORKERS = 256           # processes of a rank that prepare batches
+# Keys that are gone, each with the value that a run does without: the default it had, or ANY.
+ANY = object()
+GONE = {"training.min_delta": 0.0, "ddp.static_graph": False, "ddp.broadcast_buffers": False,
+        "ddp.bucket_cap_mb": None, "data.reference_cache": ANY, "memory.structure_cache_mb": ANY,
+        "monitoring.predictor": ANY}
 # Values in messages: a file of a few bytes of YAML can hold a value that prints without end.
 SHORT = reprlib.Repr()
 SHORT.maxstring = 200
@@ -182,12 +187,15 @@ def config_differences(former, config, ignore=()) -> list[str]:
             the default: the run was made before this key existed, and did what the default does.
         config: the configuration now.
         ignore: dotted keys.
-    Returns: list of "section.key: before -> now"; `now` is (absent) for a key that was removed.
+    Returns: list of "section.key: before -> now"; `now` is (absent) for a key that is gone, if the
+        run did not have its default.
     """
     before = config_items(type(config)(), ignore) | config_items(former, ignore)
     now = config_items(config, ignore)
     differences = []
     for key, value in before.items():
+        if key in GONE and GONE[key] in (value, ANY):
+            continue
         if key not in now:
             differences.append(f"{key}: {_show(value)} -> (absent)")
         elif now[key] != value:
@@ -271,7 +279,6 @@ class CommonTraining:
     #                                      gradient: they are skipped, one more ends the run
     stop_signals: tuple[str, ...] = ("SIGTERM", "SIGUSR1", "SIGINT")   # the run saves and stops
     patience: int | None = None          # evaluations without improvement that stop the run early
-    min_delta: float = 0.0               # nats (per residue, per pair) that count as improvement
     profile: str | None = None           # "10:13": a trace of steps 10 to 13, see profile.py
     seed: int = 0
 
@@ -317,18 +324,14 @@ class CommonMonitoring:
 class DdpSection:
     find_unused_parameters: bool = False
     gradient_as_bucket_view: bool = True
-    static_graph: bool = False
-    broadcast_buffers: bool = False      # the models have none
-    bucket_cap_mb: int | None = None
 
 
 # Smallest allowed values. They do not apply to null, nor to keys that a script does not have.
 LEAST = {"training": dict(batch_size=1, accum=1, micro_batches=1, num_workers=0, n_iters=1,
                           num_epochs=1, eval_freq=1, log_freq=1, snapshot_freq=1,
-                          snapshot_minutes=0, patience=1, min_delta=0, keep_last=1,
+                          snapshot_minutes=0, patience=1, keep_last=1,
                           max_bad_steps=0),
          "optim": dict(lr=0, min_lr=0, warmup=0, base_global_batch=1, grad_clip=0, weight_decay=0),
-         "ddp": dict(bucket_cap_mb=1),
          "monitoring": dict(watchdog_minutes=0, check_sync_every=0, timing_every=0)}
 STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")   # that a guard passes on to its rank
 

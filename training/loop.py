@@ -587,7 +587,7 @@ def record_score(run, score, values, ddp) -> bool:
     progress = run.progress
     training = run.config.training
     best = progress["best"]
-    improved = broadcast(best is None or score < best["score"] - training.min_delta, ddp)
+    improved = broadcast(best is None or score < best["score"], ddp)
     progress["bad_evals"] = 0 if improved else progress["bad_evals"] + 1
     if improved:
         found = {name: value for name, value in values.items() if name.startswith("val/")}

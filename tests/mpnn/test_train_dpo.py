@@ -567,22 +567,21 @@ def test_a_nan_on_one_rank_is_skipped_by_all_and_too_many_in_a_row_end_the_run(t
 
 
 def test_scores_under_the_reference_are_kept_for_orders_that_stay(tmp_path, capsys):
-    cache = tmp_path / "a" / "reference"
-    fixed = dict(loss__order="fixed", training__n_iters=3)
-
-    def scores_were(folder, words):
-        run(tiny(**fixed), tmp_path / folder)
+    def scores_were(folder, n_iters, words):
+        run(tiny(loss__order="fixed", training__n_iters=n_iters), tmp_path / folder)
         said = " ".join(capsys.readouterr().out.split())    # lines are wrapped
         assert said.count(words) == 2   # for training and validation
 
-    scores_were("a", "computed, kept in")
-    before = sorted(cache.iterdir())
-    fixed["data__reference_cache"] = cache
-    scores_were("b", "read from")
-    for path in before:
+    scores_were("straight", 4, "computed, kept in")
+    scores_were("again", 2, "computed, kept in")
+    scores_were("again", 3, "read from")
+    for path in (tmp_path / "again" / "reference").iterdir():
         torch.save({"scores": torch.zeros(3, 2)}, path)
-    scores_were("damaged", "could not be used")
-    assert timeless(tmp_path / "damaged") == timeless(tmp_path / "a")
+    scores_were("again", 4, "could not be used")
+    one, other = (load_checkpoint(str(tmp_path / name / "checkpoints" / "last.pt"))
+                  for name in ("straight", "again"))
+    assert equal(one["model"], other["model"])
+    assert timeless(tmp_path / "straight")[-1] == timeless(tmp_path / "again")[-1]
 
 
 @torch.no_grad()
@@ -629,7 +628,8 @@ def test_little_room_for_graphs_makes_them_anew_and_changes_nothing(tmp_path, mo
     monkeypatch.setattr(ProteinMPNN, "graph", counted_graph)
     run(tiny(), tmp_path / "a")
     n_with_room = len(made)
-    run(tiny(memory__structure_cache_mb=0), tmp_path / "little")
+    monkeypatch.setattr("mpnn.reference.CACHE_BYTES", 0)
+    run(tiny(), tmp_path / "little")
     assert len(made) > 3 * n_with_room, "graphs are made anew"
     same_run(tmp_path / "a", tmp_path / "little")
 
@@ -844,7 +844,6 @@ def test_bad_input_is_refused_with_one_message_and_leaves_nothing(files):
          "github.com/dauparas/ProteinMPNN", "--base_model_dir FOLDER"),
         (base + "--train_data one.json", "none can be held out", "--val_data"),
         (base + "training.accum=9", "9 micro-batches"),
-        (base + "data.reference_cache=c.yaml/cache", "c.yaml is a file"),
         (base + "--no_cuda --device cuda", "--no_cuda with --device cuda")], files)
 
 

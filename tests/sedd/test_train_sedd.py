@@ -354,7 +354,7 @@ def test_a_run_saved_on_four_ranks_goes_on_alike_on_any_smaller_number(fasta, tm
 
 
 @pytest.mark.parametrize("settings", [
-    {}, {"ddp__static_graph": True, "training__num_workers": 1}, {"optim__name": "muon"},
+    {}, {"training__num_workers": 1}, {"optim__name": "muon"},
     {"memory__mixed_precision": "float16", "model__dropout": 0.1}])
 def test_a_new_run_of_so_many_micro_batches_is_the_same_on_three_ranks(settings, fasta, tmp_path):
     config = tiny(fasta, training__micro_batches=4, training__n_iters=6, training__log_freq=1,
@@ -364,7 +364,7 @@ def test_a_new_run_of_so_many_micro_batches_is_the_same_on_three_ranks(settings,
         done = by_command(n, config, tmp_path, f"on{n}")
         assert done.returncode == 0, done.text
     one, three = (rows(tmp_path / f"on{n}") for n in (1, 3))
-    tolerance = 1e-5 if set(settings) <= {"ddp__static_graph", "training__num_workers"} else 1e-3
+    tolerance = 1e-5 if set(settings) <= {"training__num_workers"} else 1e-3
     for a, b in zip(one, three, strict=True):
         assert b["loss"] == pytest.approx(a["loss"], rel=tolerance)
         exact = [key for key in a if key.startswith("seen/") or key in ("lr", "loss_scale")]
@@ -512,17 +512,20 @@ def test_a_run_goes_on_though_a_later_version_has_more_keys(fasta, straight, tmp
 
 def test_a_file_is_continued_in_another_folder_which_looks_for_the_best_weights_anew(
         fasta, tmp_path):
-    def to(steps):   # no evaluation after the first one is better
-        return tiny(fasta, training__n_iters=steps, training__min_delta=9.0)
+    def to(steps):
+        return tiny(fasta, training__n_iters=steps)
 
     run(to(12), tmp_path / "a")
     last = tmp_path / "a" / "checkpoints" / "last.pt"
+    state = torch.load(last)
+    state["best"]["score"] = -1.0   # no later evaluation is better
+    torch.save(state, last)
     shutil.copy(last, tmp_path / "step12.pt")
     run(to(14), tmp_path / "b", resume=last)
     assert state_of(tmp_path / "b", "best.pt")["step"] == 14
     assert steps_of(tmp_path / "b") == [13, 14]
     run(to(14), tmp_path / "a")
-    assert state_of(tmp_path / "a", "best.pt")["step"] < 12
+    assert state_of(tmp_path / "a", "best.pt")["step"] <= 12
     same_weights(tmp_path / "a", tmp_path / "b")
     refused("holds a run already", to(14), tmp_path / "a", resume=tmp_path / "step12.pt")
 
@@ -652,13 +655,17 @@ def test_the_learning_rate_is_not_scaled_beyond_the_data_there_is(fasta, tmp_pat
 
 def test_two_ranks_without_validation_stop_early_together_on_the_training_loss(fasta, tmp_path):
     config = tiny(fasta, optim__lr=0, data__val_fraction=0, training__n_iters=50,
-                  training__eval_freq=2, training__patience=2, training__min_delta=10)
+                  training__eval_freq=2, training__patience=2)
     done = by_command(2, config, tmp_path, "w", env={"DDP_LOG_ALL": "1"})   # both say it
     assert done.returncode == 0, done.text
-    assert done.stdout.count("Finished at step 6 (early stop)") == 2, done.text
     table = rows(tmp_path / "w")
+    end = table[-1]["step"]
+    assert done.stdout.count(f"Finished at step {end} (early stop)") == 2, done.text
+    scores = {step: (table[step - 2]["loss"] + table[step - 1]["loss"]) / 2
+              for step in range(2, end + 1, 2)}
     best = state_of(tmp_path / "w", "best.pt")["best"]
-    assert best == {"step": 2, "score": (table[0]["loss"] + table[1]["loss"]) / 2}
+    assert best == {"step": end - 4, "score": min(scores.values())} and end < 50
+    assert scores[end - 4] == best["score"]
     assert not any(k.startswith("val/") for row in table for k in row)
 
 
