@@ -11,17 +11,15 @@ that hold a list of dicts with `protein_seq`. Writes nothing. read_blocks reads 
 it cleans some thousand proteins at a time, so that a file of any size needs only a few MB of
 memory. Folders made by prepare_uniref50.py are read by sedd/prepared.py.
 
-Each random choice has its own seed, made of integers and a word (`keyed_seed`). No choice depends
+Each random choice has its own seed (proteins/seeds.py). No choice depends
 on how many random numbers other code has drawn. So the data of a training step depends on the seed,
 the epoch and the step, not on ranks, workers or restarts.
 """
 
 import contextlib
 import gzip
-import hashlib
 import io
 import itertools
-import operator
 import re
 import zlib
 from dataclasses import dataclass, field, fields
@@ -33,6 +31,7 @@ import torch
 
 from proteins.letters import (BAD, LETTERS, N_TOKENS, PAD, RARE, STOP, TO_TOKEN, X_ID,
                               encode)
+from ddp_setup import seed_for
 from training.files import check_zip
 
 BLOCK_BYTES = 1 << 20           # text cleaned at a time: many proteins, but fits into a cache
@@ -47,24 +46,6 @@ NUCLEOTIDES_LEAST = 20
 
 
 # ---- keys ----
-
-def keyed_seed(*parts):
-    """Integer in [0, 2**63) from ints and short strings by blake2b; equal parts, equal seeds."""
-    plain = tuple(p if isinstance(p, str) else int(operator.index(p)) for p in parts)
-    digest = hashlib.blake2b(repr(plain).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
-def keyed_generator(*parts):
-    """A CPU torch.Generator seeded by keyed_seed(*parts)."""
-    return torch.Generator().manual_seed(keyed_seed(*parts))
-
-
-def random_words(shape, *parts):
-    """Random uint64 of this shape, seeded by the parts."""
-    # numpy promises never to change this stream; permutation() and shuffle() may change.
-    return np.random.PCG64(keyed_seed(*parts)).random_raw(shape)
-
 
 def sequence_keys(tokens, offsets, lengths):
     """Hash of each protein's letters: the same in any table, at any place, on any computer.
@@ -90,7 +71,7 @@ def order_words(keys, seed):
 
     keys: (n,) uint64, see sequence_keys. Returns (n,) uint64, different words for different keys.
     """
-    return _avalanche(keys + np.uint64(keyed_seed("order", seed)))
+    return _avalanche(keys + np.uint64(seed_for("order", seed)))
 
 
 def _avalanche(words):
@@ -746,7 +727,7 @@ def random_crops(proteins, max_length, seed, epoch):
     protein's key.
     """
     places = proteins.lengths - max_length + 1                  # where a window may begin
-    starts = [keyed_seed("crop", seed, epoch, key) % n if n > 1 else 0
+    starts = [seed_for("crop", seed, epoch, key) % n if n > 1 else 0
               for key, n in zip(proteins.keys.tolist(), places.tolist())]
     return Proteins(proteins.tokens, proteins.offsets + np.array(starts, np.int64),
                     np.minimum(proteins.lengths, max_length), proteins.keys)

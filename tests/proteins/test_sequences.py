@@ -3,7 +3,6 @@
 import collections
 import functools
 import gzip
-import hashlib
 import itertools
 import math
 import os
@@ -16,9 +15,9 @@ import torch
 from proteins import sequences
 from sedd.demo import DemoSource
 from proteins.letters import AMINO_ACIDS, N_TOKENS, X_ID, decode, encode
-from proteins.sequences import (BLOCK_BYTES, Proteins, apply_max_length, collate, keyed_generator,
-                                keyed_seed, named_sequences, order_words, random_crops,
-                                read_sequences, split_by_hash, unigram_frequencies)
+from proteins.sequences import (BLOCK_BYTES, Proteins, apply_max_length, collate, named_sequences,
+                                order_words, random_crops, read_sequences, split_by_hash,
+                                unigram_frequencies)
 
 
 def write(tmp_path, content, name="in.fasta"):
@@ -48,21 +47,6 @@ def refusal(read, path):
 
 
 # ---- keys and alphabet ----
-
-def test_keyed_seeds_differ_for_different_parts():
-    parts = [(0,), (1,), ("1",), (1, 2), (12,), ("a", 1), ("a1",), (1, "a"), (-1,), (2**70,),
-             ("1, 2",), ("1", "2")]
-    seeds = [keyed_seed(*p) for p in parts]
-    assert len(set(seeds)) == len(parts) and all(0 <= s < 2**63 for s in seeds)
-
-
-def test_keyed_seeds_of_equal_parts_are_equal_in_every_version():
-    assert keyed_seed(np.int64(7), np.uint64(8)) == keyed_seed(7, torch.tensor(8))
-    digest = hashlib.blake2b(b"('crop', 3)", digest_size=8).digest()
-    assert keyed_seed("crop", 3) == int.from_bytes(digest, "little") // 2
-    first, again, other = (torch.rand(3, generator=keyed_generator(k, "noise")) for k in (0, 0, 1))
-    assert torch.equal(first, again) and not torch.equal(first, other)
-
 
 def test_the_alphabet_is_in_the_published_order():
     assert encode("ACDEFGHIKLMNPQRSTVWY").tolist() == list(range(20))
