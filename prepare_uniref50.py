@@ -30,6 +30,7 @@ import dataclasses
 import errno
 import fcntl
 import hashlib
+import io
 import json
 import math
 import os
@@ -47,8 +48,8 @@ from sedd.download import (PartialFile, Source, download, look_up, open_url, pro
                            safe_url, say, synchronise)
 from sedd.prepared import FORMAT, PARTS, SETS, VERSION, check_prepared, read_meta
 from proteins.letters import LETTERS, N_TOKENS
-from proteins.sequences import (Block, Proteins, ReadReport, order_words, read_blocks,
-                                refuse_nothing_left, span_indices, word_spans)
+from proteins.sequences import (Proteins, ReadReport, is_pt, order_words, read_tables,
+                                refuse_nothing_left)
 from training.config import Parser
 
 # The current release: some 13 GB, about 60 million proteins.
@@ -56,7 +57,6 @@ UNIREF50_URL = "https://ftp.uniprot.org/pub/databases/uniprot/uniref/uniref50/un
 
 FLUSH_BYTES = 64 << 20          # proteins kept in memory before they are appended to the buckets
 BUCKET_BYTES = 48 << 20         # approximate size of a bucket; determines the number of buckets
-PART_WORDS = 1 << 17            # about how many words of 8 residues are copied at a time
 UNPACKED_SHARE = 1.7            # most bytes of a folder per byte of .gz; UniRef50: 1.4
 VAL_FRACTIONS = (0.001, 0.01, 0.05)   # from which the default of --val_fraction is chosen, and
 VAL_PROTEINS = 100              # how many proteins it should hold out at least
@@ -170,12 +170,12 @@ class Input(NamedTuple):
     """A source of proteins: a file, or a url that is read without keeping what is read."""
     name: str               # path or url
     size: int | None        # bytes, None if not known
-    open: Callable          # () -> context manager of a source for read_blocks
+    open: Callable          # () -> context manager of a file for read_tables, or of None: the path
 
 
 def input_of_file(path):
     size = path.stat().st_size if path.is_file() else 0     # reading it raises if it is no file
-    return Input(str(path), size, lambda: contextlib.nullcontext(str(path)))
+    return Input(str(path), size, contextlib.nullcontext)
 
 
 def digest_of(path):
@@ -199,8 +199,9 @@ def download_input(url, folder, max_sequences):
     if partial.is_finished:
         return [input_of_file(path)], partial.note["release"]
     source = look_up(url)
-    stream = Input(safe_url(url), source.size, lambda: retry(lambda: open_url(source)))
-    if max_sequences and path.suffix.lower() != ".pt":
+    stream = Input(safe_url(url), source.size,
+                   lambda: io.BufferedReader(retry(lambda: open_url(source))))
+    if max_sequences and not is_pt(path):
         return [stream], source.release
     folder.mkdir(exist_ok=True)
     if source.size:
@@ -246,26 +247,27 @@ def check_disk(folder, n_bytes, n_download=0):
 def deal(inputs, folder, bits, report, settings):
     """Deal the proteins out to 2**bits buckets. Returns the number of proteins read."""
     folder.mkdir()
-    blocks = []
+    tables = []
     size = 0
     n_read = 0
-    for block in all_blocks(inputs, report, settings):
-        blocks.append(block)
-        size += block.words.nbytes + 12 * len(block.lengths)        # 4 per length, 8 per key
-        n_read += len(block.lengths)
+    for table in all_tables(inputs, report, settings):
+        tables.append(table)
+        size += len(table.tokens) + 12 * len(table)         # 4 per length, 8 per key
+        n_read += len(table)
         if size >= FLUSH_BYTES:
-            append(folder, concatenate(blocks), settings["seed"], bits)
-            blocks = []
+            append(folder, Proteins.join(tables), settings["seed"], bits)
+            tables = []
             size = 0
-    append(folder, concatenate(blocks), settings["seed"], bits)
+    if tables:
+        append(folder, Proteins.join(tables), settings["seed"], bits)
     if not n_read:
         names = ", ".join(entry.name for entry in inputs)
         refuse_nothing_left(names, report, settings["min_length"])
     return n_read
 
 
-def all_blocks(inputs, report, settings):
-    """Yield the blocks of all inputs, up to max_sequences records, with a progress bar."""
+def all_tables(inputs, report, settings):
+    """Yield the proteins of all inputs, up to max_sequences records, with a progress bar."""
     wanted = settings["max_sequences"]
     n_read = 0
     with progress_bar("1/2 reading", wanted, " sequences") as bar:
@@ -275,48 +277,28 @@ def all_blocks(inputs, report, settings):
                 left = wanted - n_read - report.n_dropped
             if left == 0:
                 break
-            with entry.open() as source:
-                for block in read_blocks(source, report, settings["min_length"], max_records=left):
-                    n_read += len(block.lengths)
-                    bar.update(len(block.lengths))
-                    yield block
+            with entry.open() as file:
+                for table in read_tables(entry.name, report, settings["min_length"], left, file):
+                    n_read += len(table)
+                    bar.update(len(table))
+                    yield table
 
 
-def concatenate(blocks):
-    empty = Block(np.zeros(0, "<u8"), np.zeros(0, np.int64), np.zeros(0, np.uint64))
-    return Block(*map(np.concatenate, zip(empty, *blocks)))
-
-
-def order_of(block, seed):
-    """Indices of the proteins of a block in the order of order_words, each protein once."""
-    starts, _ = word_spans(block.lengths)
-    tokens = block.words.view(np.uint8)
-    return Proteins(tokens, 8 * starts, block.lengths, block.keys).unique_order(seed)
-
-
-def rearranged(block, order):
-    """Yield the proteins of a block in this order, as Blocks of about PART_WORDS words."""
-    starts, counts = word_spans(block.lengths)
-    parts = np.cumsum(counts[order]) // PART_WORDS
-    for rows in np.split(order, np.flatnonzero(np.diff(parts)) + 1):
-        words = block.words[span_indices(starts[rows], counts[rows])]
-        yield Block(words, block.lengths[rows], block.keys[rows])
-
-
-def append(folder, block, seed, bits):
-    """Append the proteins of a block to 2**bits files of the folder, chosen by the first bits of
-    their order words."""
-    order = order_of(block, seed)
-    words = order_words(block.keys[order], seed)
+def append(folder, proteins, seed, bits):
+    """Append these proteins to 2**bits files of the folder, chosen by the first bits of their order
+    words."""
+    proteins = proteins.subset(proteins.unique_order(seed))
+    words = order_words(proteins.keys, seed)
     firsts = np.arange(1, 1 << bits, dtype=np.uint64) << np.uint64(64 - bits)
-    for bucket, rows in enumerate(np.split(order, np.searchsorted(words, firsts))):
-        if len(rows):
+    rows = np.split(np.arange(len(proteins)), np.searchsorted(words, firsts))
+    for bucket, of_bucket in enumerate(rows):
+        if len(of_bucket):
             with open(folder / f"{bucket:06d}", "ab") as file:
-                for part in rearranged(block, rows):
-                    file.write(np.array([len(part.lengths), len(part.words)], "<u8"))
+                for part in proteins.subset(of_bucket).parts():
+                    file.write(np.array([len(part), len(part.tokens)], "<u8"))
                     file.write(part.lengths.astype("<u4"))
                     file.write(part.keys.astype("<u8"))
-                    file.write(part.words)
+                    file.write(part.tokens)
 
 
 # ---- pass 2: sort each bucket, and write the sets ----
@@ -330,25 +312,26 @@ def collect(folder, result, settings):
         sizes = {path: path.stat().st_size for path in sorted(folder.iterdir())}
         bar = stack.enter_context(progress_bar("2/2 sorting", sum(sizes.values())))
         for path, size in sizes.items():
-            block = concatenate(list(read_bucket(path)))
+            proteins = Proteins.join(list(read_bucket(path)))
             path.unlink()
-            order = order_of(block, settings["seed"])
-            is_val = block.keys[order] < limit
-            for name, rows in (("train", order[~is_val]), ("val", order[is_val])):
-                for part in rearranged(block, rows):
+            proteins = proteins.subset(proteins.unique_order(settings["seed"]))
+            is_val = proteins.keys < limit
+            for name, chosen in (("train", ~is_val), ("val", is_val)):
+                for part in proteins.subset(chosen).parts():
                     sets[name].write(part)
             bar.update(size)
     return {name: writer.meta() for name, writer in sets.items()}
 
 
 def read_bucket(path):
-    """Yield the Blocks that were appended to a bucket, one after the other."""
+    """Yield the Proteins that were appended to a bucket, one table after the other."""
     with open(path, "rb") as file:
         while head := file.read(16):
-            n_rows, n_words = np.frombuffer(head, "<u8").tolist()
-            lengths = np.frombuffer(file.read(4 * n_rows), "<u4").astype(np.int64)
-            keys = np.frombuffer(file.read(8 * n_rows), "<u8")
-            yield Block(np.frombuffer(file.read(8 * n_words), "<u8"), lengths, keys)
+            n_proteins, n_residues = np.frombuffer(head, "<u8").tolist()
+            lengths = np.frombuffer(file.read(4 * n_proteins), "<u4").astype(np.int64)
+            keys = np.frombuffer(file.read(8 * n_proteins), "<u8")
+            tokens = np.frombuffer(file.read(n_residues), np.uint8)
+            yield Proteins(tokens, np.cumsum(lengths) - lengths, lengths, keys)
 
 
 class SetWriter:
@@ -359,28 +342,29 @@ class SetWriter:
         self.files = {name: open(folder / name, "xb") for name in PARTS}
         self.hashes = {name: hashlib.blake2b(digest_size=16) for name in PARTS}
         self.keys_hash = hashlib.blake2b(digest_size=8)
-        self.token_counts = np.zeros(256, np.int64)
+        self.letter_counts = np.zeros(N_TOKENS, np.int64)
         self.length_counts = collections.Counter()
 
     def close(self):
         for file in self.files.values():
             file.close()
 
-    def write(self, block):
-        lengths = block.lengths.astype("<u4").tobytes()
-        keys = block.keys.astype("<u8").tobytes()
-        for name, data in zip(PARTS, (block.tokens(), lengths, keys)):
+    def write(self, proteins):
+        """Append these proteins, whose tokens follow each other."""
+        lengths = proteins.lengths.astype("<u4").tobytes()
+        keys = proteins.keys.astype("<u8").tobytes()
+        for name, data in zip(PARTS, (proteins.tokens.tobytes(), lengths, keys)):
             self.files[name].write(data)
             self.hashes[name].update(data)
         self.keys_hash.update(keys)
-        self.token_counts += np.bincount(block.words.view(np.uint8), minlength=256)
-        self.length_counts.update(block.lengths.tolist())
+        self.letter_counts += np.bincount(proteins.tokens, minlength=N_TOKENS)
+        self.length_counts.update(proteins.lengths.tolist())
 
     def meta(self):
         histogram = sorted(self.length_counts.items())
         return {"proteins": self.length_counts.total(),
                 "residues": sum(length * count for length, count in histogram),
-                "letter_counts": self.token_counts[:N_TOKENS].tolist(),
+                "letter_counts": self.letter_counts.tolist(),
                 "length_histogram": histogram,
                 "keys_hash": self.keys_hash.hexdigest(),
                 "files": {name: {"bytes": os.path.getsize(self.files[name].name),

@@ -112,7 +112,8 @@ from mpnn.variant_tables import (Scoring, all_single_mutations, check_measured, 
                                  report_text, score_proteins, table_text)
 from mpnn.variants import log_probs_decoded_last
 from proteins.letters import LETTERS, X_ID
-from proteins.sequences import keyed_generator, named_sequences
+from proteins.seeds import keyed_generator
+from proteins.sequences import named_sequences
 from training.config import Parser
 from training.files import check_writable, write_whole
 

@@ -56,7 +56,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from ddp_setup import (BAD_INPUT, Ddp, abort, all_sum, autocast, barrier, note_progress, print0,
-                       setup_ddp)
+                       seed_for, setup_ddp)
 from sedd.report import report, sequences_of
 from training.config import Parser
 from training.files import check_writable, write_text_atomic
@@ -65,7 +65,7 @@ from training.command_line import add_launch_arguments
 from training.launch import start_ranks_if_asked
 from training.loop import check_alike
 from training.resume import hash_of
-from proteins.seeds import content_key
+from proteins.seeds import content_key, keyed_generator
 from proteins.tables import refuse_all
 from proteins.mutations import describe_skipped, place_all, place_on_sequences, read_mutations
 from mpnn.variant_tables import check_measured, check_no_score, report_text, table_text
@@ -75,7 +75,7 @@ from sedd.evaluation import BoundEstimator, draw_lengths, perplexity
 from sedd.weights import export_sedd, load_sedd
 from sedd.batches import eval_batches
 from proteins.letters import AMINO_ACIDS, X_ID, decode, encode
-from proteins.sequences import Proteins, keyed_generator, keyed_seed, named_sequences
+from proteins.sequences import Proteins, named_sequences
 from sedd.variants import read_variants, residue_scores, score_proteins, variant_scores
 
 FREE = "_"              # marks a position of a template that is to be sampled
@@ -324,7 +324,7 @@ def score_sequences(sedd, sequences, samples=8, window=False, tokens=16384, dtyp
         owner += [i] * len(pieces)
     owner = np.array(owner, np.int64)
     proteins = Proteins.from_sequences(parts)
-    start = np.array([keyed_seed("score", int(key)) / 2**63 for key in proteins.keys])
+    start = np.array([seed_for("score", int(key)) / 2**63 for key in proteins.keys])
     estimator = BoundEstimator(proteins, sedd.graph, sedd.noise, sedd.letters, start, samples,
                                tokens)
     gains = estimator.gains(sedd.model, ddp, dtype).numpy()     # (parts, samples)

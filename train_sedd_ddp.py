@@ -30,7 +30,7 @@ from typing import Any, Literal
 
 import torch
 
-from ddp_setup import Ddp, autocast, broadcast, stop_reason
+from ddp_setup import Ddp, autocast, broadcast, seed_for, stop_reason
 from sedd.batches import BatchPlan, BatchReader, count_rows, sum_rows, to_device
 from sedd.data import NO_DATA, load_data, missing_data, names_no_data
 from sedd.diffusion import make_graph, score_entropy_loss, stratified_times
@@ -39,7 +39,8 @@ from sedd.evaluation import (TIME_EPS, Validation, evaluate, evaluate_start, res
 from sedd.fast_cpu import speed_up
 from sedd.model import EMA, SEDD, describe_memory, flops_per_position
 from proteins.letters import N_TOKENS, X_ID
-from proteins.sequences import apply_max_length, collate, keyed_generator, keyed_seed, random_crops
+from proteins.seeds import keyed_generator
+from proteins.sequences import apply_max_length, collate, random_crops
 from sedd.weights import noise_of, start_from_weights, unused_noise_keys
 from training.command_line import (add_run_arguments, exit_with, preparing, print_plan, ranks_meet,
                                    read_command)
@@ -233,13 +234,13 @@ class MicroBatchDataset(torch.utils.data.Dataset):
         x0, mask = collate(random_crops(proteins, self.max_length, self.seed, epoch), width)
         # Stratified: each of the n proteins gets a time in its own n-th of [0, 1]. Each micro-batch
         # has another offset, so that the times of the global batch are evenly spaced.
-        offset = (keyed_seed(self.seed, "time", step) / 2**63 + micro / self.micro_batches) % 1
+        offset = (seed_for(self.seed, "time", step) / 2**63 + micro / self.micro_batches) % 1
         strata = torch.randperm(n, generator=keyed_generator(self.seed, "strata", step, micro))
         sigma, dsigma = self.noise(stratified_times(n, offset, strata, TIME_EPS))
         xt = self.graph.corrupt(x0, sigma, keyed_generator(self.seed, "noise", step, micro))
         return {"x0": x0, "xt": torch.where(mask, xt, X_ID), "mask": mask, "full": bool(mask.all()),
                 "sigma": sigma, "dsigma": dsigma,
-                "seed": keyed_seed(self.seed, "dropout", step, micro)}
+                "seed": seed_for(self.seed, "dropout", step, micro)}
 
 
 def make_batch_plan(config, length_counts, micro_batches):

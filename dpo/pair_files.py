@@ -118,7 +118,7 @@ def hold_out(groups: np.ndarray, val_fraction: float, seed: int) -> np.ndarray:
 
     groups: (n,) int64, two different ones at least."""
     keys, counts = np.unique(groups, return_counts=True)
-    draws = [random_words(1, FOR_SPLIT, seed, key)[0] for key in keys.tolist()]
+    draws = [random_words(1, [FOR_SPLIT, seed, key])[0] for key in keys.tolist()]
     order = np.argsort(draws, kind="stable").tolist()
     held_out = []
     room = max(1, val_fraction * len(groups))

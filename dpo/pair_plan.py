@@ -54,7 +54,7 @@ def plan_epoch(pairs: list, seed: int, epoch: int, micro_batches: int, batch_siz
                          "less accumulation, or give more pairs.")
     n_steps = min(-(-n // (micro_batches * batch_size)), n // micro_batches)
     n_pieces = n_steps * micro_batches
-    shuffled = np.argsort(random_words(n, FOR_PAIRS, seed, epoch), kind="stable")
+    shuffled = np.argsort(random_words(n, [FOR_PAIRS, seed, epoch]), kind="stable")
     shuffled = shuffled[:n_pieces * batch_size]
     lengths = [pairs[i].length for i in shuffled]
     bucket = np.floor(np.log(lengths) / math.log(LENGTH_RATIO))
@@ -65,9 +65,9 @@ def plan_epoch(pairs: list, seed: int, epoch: int, micro_batches: int, batch_siz
     bounds = np.arange(n_pieces + 1) * len(shuffled) // n_pieces
     pieces = [shuffled[order[start:end]] for start, end in zip(bounds, bounds[1:])]
     longest = np.maximum.reduceat(bucket[order], bounds[:-1])
-    tie_breakers = random_words(n_pieces, FOR_LENGTHS, seed, epoch)
+    tie_breakers = random_words(n_pieces, [FOR_LENGTHS, seed, epoch])
     by_length = np.lexsort((tie_breakers, longest)).reshape(n_steps, micro_batches)
-    draws = random_words(n_steps, FOR_STEPS, seed, epoch)
+    draws = random_words(n_steps, [FOR_STEPS, seed, epoch])
     steps = by_length[np.argsort(draws, kind="stable")]
     return [[pieces[k] for k in step] for step in steps]
 

@@ -69,7 +69,7 @@ def random_couples(variants, rounds, key):
     """[(variant, another)] of all rounds, none twice."""
     couples = {}
     for number in range(rounds):
-        draws = random_words(len(variants), FOR_MUTATIONS, key, number)
+        draws = random_words(len(variants), [FOR_MUTATIONS, key, number])
         order = np.argsort(draws, kind="stable").tolist()
         for one, other in zip(order[::2], order[1::2]):
             couple = (min(one, other), max(one, other))

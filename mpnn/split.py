@@ -7,7 +7,6 @@ All results depend only on the arguments, so that every rank reads and splits th
 mpnn/pairs.py reads; writes nothing.
 """
 
-import hashlib
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ import numpy as np
 from mpnn.demo import demo_pairs
 from mpnn.pairs import describe, read_pairs
 from dpo.pair_files import hold_out, join_groups, try_all
-from proteins.seeds import FOR_SPLIT, content_key, random_words
+from proteins.seeds import FOR_SPLIT, content_hash, content_key, random_words
 
 MOST_MISSED = 2             # warn if the held-out fraction misses val_fraction by a larger factor
 
@@ -81,8 +80,7 @@ def load_pairs(data: Any, seed: int, alive: Callable = lambda: None,
     weights = [pair.weight for pair in all_pairs]
     if any(weight != 1 for weight in weights):
         content.append(weights)
-    digest = hashlib.blake2b(repr(content).encode(), digest_size=8).hexdigest()
-    return TrainingPairs(pairs, val, {"n": len(pairs), "hash": digest},
+    return TrainingPairs(pairs, val, {"n": len(pairs), "hash": content_hash(content)},
                          lines + [f"ATTENTION: {warning}" for warning in warnings])
 
 
@@ -115,7 +113,7 @@ def split_pairs(pairs: list, val_fraction: float, seed: int) -> tuple[list, list
     if by_sequence:
         is_val = hold_out(groups, val_fraction, seed)
     else:
-        draws = [random_words(1, FOR_SPLIT, seed, key)[0] for key in keys.tolist()]
+        draws = [random_words(1, [FOR_SPLIT, seed, key])[0] for key in keys.tolist()]
         order = np.argsort(draws, kind="stable").tolist()
         n_val = max(1, math.floor(val_fraction * len(keys) + 0.5))
         is_val = np.isin(groups, keys[order[:min(n_val, len(keys) - 1)]])

@@ -29,7 +29,7 @@ from mpnn.batches import collate_complexes
 from mpnn.model import (Encoding, ProteinMPNN, SharedContext, decoded_before, decoding_order,
                         step_of_residue)
 from proteins.structures import Complex
-from proteins.sequences import keyed_generator
+from proteins.seeds import keyed_generator
 
 AT_ONCE = 8         # residues: with their neighbours' neighbours they fit into a processor's cache
 

@@ -17,15 +17,9 @@ RARE = "BZUOJ"                  # Asx, Glx, Sec, Pyl, Leu/Ile: a share below 2e-
 UNIREF50 = (.086, .014, .055, .061, .039, .069, .022, .055, .051, .096,
             .022, .041, .050, .038, .059, .074, .057, .065, .013, .030)
 
-# Marks while a file is read, never tokens: a wrong character, a '*', and padding, which makes the
-# length of a protein a multiple of 8. _clean writes padding as "\r": its text has no other "\r".
-BAD = 253
-STOP = 254
-PAD = 255
-
-# The token or mark of each of 256 characters, in upper and in lower case.
-_TOKENS = dict(zip(LETTERS, range(N_TOKENS))) | dict.fromkeys(RARE, X_ID) | {"*": STOP, "\r": PAD}
-TO_TOKEN = bytes(_TOKENS.get(chr(code).upper(), BAD) for code in range(256))
+# The token of each letter, as a table for bytes.translate; other signs have none.
+TO_TOKEN = bytes.maketrans((LETTERS + RARE).encode(),
+                           bytes([*range(N_TOKENS), *[X_ID] * len(RARE)]))
 
 
 def encode(sequence):

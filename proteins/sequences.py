@@ -7,64 +7,46 @@
     x0, mask = collate(crops)
 
 Reads FASTA (.gz or not), text with one sequence per line (.txt or .seq, .gz or not), and .pt files
-that hold a list of dicts with `protein_seq`. Writes nothing. read_blocks reads all sequence files:
-it cleans some thousand proteins at a time, so that a file of any size needs only a few MB of
-memory. Folders made by prepare_uniref50.py are read by sedd/prepared.py.
+that hold a list of dicts with `protein_seq`. Writes nothing. `records` finds the records of all
+these files, in pieces, so that a file of any size needs only a few MB of memory; read_tables cleans
+them for data sets, and named_sequences gives them as they are. Folders made by prepare_uniref50.py
+are read by sedd/prepared.py.
 
-Each random choice has its own seed, made of integers and a word (`keyed_seed`). No choice depends
+Each random choice has its own seed (proteins/seeds.py). No choice depends
 on how many random numbers other code has drawn. So the data of a training step depends on the seed,
 the epoch and the step, not on ranks, workers or restarts.
 """
 
-import contextlib
 import gzip
-import hashlib
 import io
 import itertools
-import operator
 import re
+import string
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from proteins.letters import (BAD, LETTERS, N_TOKENS, PAD, RARE, STOP, TO_TOKEN, X_ID,
-                              encode)
+from ddp_setup import seed_for
+from proteins.letters import AMINO_ACIDS, LETTERS, N_TOKENS, RARE, TO_TOKEN, X_ID, encode
 from training.files import check_zip
 
-BLOCK_BYTES = 1 << 20           # text cleaned at a time: many proteins, but fits into a cache
+TEXT_SIZE = 1 << 20             # characters of a file that are read at a time
 LONGEST_RECORD = 16 << 20       # characters, header included; the longest known protein has 45,000
-MOST_LINES = 1 << 20            # of a record; read one by one they take about 2 s
-AT_A_TIME = 4096                # proteins that are copied at a time, to save memory
+AT_A_TIME = 4096                # proteins that are hashed or copied at a time, to save memory
+USUAL = AMINO_ACIDS.encode()    # letters that need no cleaning
+UNKNOWN = b"X" + RARE.encode()  # letters that are read as X
 ORDER_SEED = 0                  # of the order in which read_sequences gives the proteins of a file
-HEADER = b">" + b" " * 8 + b"\n"        # a header of 8 bytes and more, which _clean needs
+PADDING = 255                   # no token: makes the length of a protein a multiple of 8, for keys
 # Letters of a file of A, C, G, T, U, N alone. Fewer may be a peptide: a letter of a protein is one
 # of these with a probability of 0.27, so 20 in a row come once in 2e11 files.
 NUCLEOTIDES_LEAST = 20
 
 
 # ---- keys ----
-
-def keyed_seed(*parts):
-    """Integer in [0, 2**63) from ints and short strings by blake2b; equal parts, equal seeds."""
-    plain = tuple(p if isinstance(p, str) else int(operator.index(p)) for p in parts)
-    digest = hashlib.blake2b(repr(plain).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
-def keyed_generator(*parts):
-    """A CPU torch.Generator seeded by keyed_seed(*parts)."""
-    return torch.Generator().manual_seed(keyed_seed(*parts))
-
-
-def random_words(shape, *parts):
-    """Random uint64 of this shape, seeded by the parts."""
-    # numpy promises never to change this stream; permutation() and shuffle() may change.
-    return np.random.PCG64(keyed_seed(*parts)).random_raw(shape)
-
 
 def sequence_keys(tokens, offsets, lengths):
     """Hash of each protein's letters: the same in any table, at any place, on any computer.
@@ -76,13 +58,15 @@ def sequence_keys(tokens, offsets, lengths):
     keys = np.empty(len(lengths), np.uint64)
     for first in range(0, len(lengths), AT_A_TIME):
         part = slice(first, first + AT_A_TIME)
-        begins = offsets[part]
-        sizes = lengths[part]
-        starts, counts = word_spans(sizes)
-        padded = np.full(8 * counts.sum(), PAD, np.uint8)
-        padded[span_indices(8 * starts, sizes)] = tokens[span_indices(begins, sizes)]
-        keys[part] = _keys_of_words(padded.view("<u8"), sizes)
+        keys[part] = _keys_of_part(gather(tokens, offsets[part], lengths[part]), lengths[part])
     return keys
+
+
+def gather(tokens, offsets, lengths):
+    """The tokens of these proteins, one protein after the other: (lengths.sum(),) uint8."""
+    ends = offsets + lengths
+    spans = [tokens[start:end] for start, end in zip(offsets.tolist(), ends.tolist())]
+    return np.concatenate([np.zeros(0, np.uint8), *spans])
 
 
 def order_words(keys, seed):
@@ -90,7 +74,7 @@ def order_words(keys, seed):
 
     keys: (n,) uint64, see sequence_keys. Returns (n,) uint64, different words for different keys.
     """
-    return _avalanche(keys + np.uint64(keyed_seed("order", seed)))
+    return _avalanche(keys + np.uint64(seed_for("order", seed)))
 
 
 def _avalanche(words):
@@ -100,19 +84,22 @@ def _avalanche(words):
     return words ^ (words >> np.uint64(31))
 
 
-def _keys_of_words(words, lengths):
-    """Keys of proteins from their tokens as padded words, see Block: (n,) uint64.
+def _keys_of_part(tokens, lengths):
+    """Keys of proteins whose tokens follow each other: (n,) uint64.
 
-    Scrambles each word of a protein, multiplies it by an odd number to the power of its place in
-    the protein, adds the words up and scrambles the sum with the length; all modulo 2**64.
+    Pads each protein to whole words of 8 tokens. Scrambles each word, multiplies it by an odd
+    number to the power of its place in the protein, adds the words up and scrambles the sum with
+    the length; all modulo 2**64.
     """
-    starts, counts = word_spans(lengths)
-    mixed = words * np.uint64(0x9E3779B97F4A7C15)
+    padded = np.insert(tokens, np.repeat(np.cumsum(lengths), -lengths % 8), PADDING)
+    counts = (lengths + 7) // 8                     # words of each protein
+    starts = np.cumsum(counts) - counts
+    mixed = padded.view("<u8") * np.uint64(0x9E3779B97F4A7C15)
     mixed ^= mixed >> np.uint64(32)
     mixed *= np.uint64(0xD6E8FEB86659FD93)
     mixed ^= mixed >> np.uint64(29)
     powers = np.uint64(0xDA942042E4DD58B5) ** np.arange(counts.max(initial=0), dtype=np.uint64)
-    mixed *= powers[span_indices(np.zeros_like(counts), counts)]
+    mixed *= powers[np.arange(len(mixed)) - np.repeat(starts, counts)]
     keys = lengths.astype(np.uint64) * np.uint64(0xA0761D6478BD642F)
     filled = counts > 0                             # reduceat cannot do empty sums
     if filled.any():
@@ -120,69 +107,7 @@ def _keys_of_words(words, lengths):
     return _avalanche(keys)
 
 
-# ---- stretches of a flat array ----
-
-def word_spans(lengths):
-    """(first word, number of words) of each protein, padded to words of 8 tokens: both int64."""
-    counts = (lengths + 7) // 8
-    return np.cumsum(counts) - counts, counts
-
-
-def span_indices(starts, lengths):
-    """Indices of all items of these spans, one span after the other: (lengths.sum(),) int64."""
-    shifts = starts - (np.cumsum(lengths) - lengths)
-    return np.repeat(shifts, lengths) + np.arange(lengths.sum())
-
-
 # ---- the table of proteins ----
-
-def named_sequences(path):
-    """Yield (header, letters) of each record of a FASTA file (gzip or not): letters as they are,
-    without blanks, lines joined. For files that people write; read_sequences is for data sets.
-
-    Raises ValueError where the file is no FASTA, naming the line, or holds none.
-    """
-    header = None
-    parts = []
-    try:
-        with open(path, "rb") as file:
-            lines = io.TextIOWrapper(_unpacked(path, file), "utf-8-sig", "replace")
-            size = 0        # of this record, blanks and line ends included
-            n_lines = 0     # of this record, empty ones included
-            pieces = iter(lambda: lines.readline(LONGEST_RECORD + 1), "")
-            for number, piece in enumerate(pieces, 1):
-                line = piece.strip()
-                if line.startswith(">"):
-                    size = 0
-                    n_lines = 0
-                size += len(piece)
-                n_lines += 1
-                if size > LONGEST_RECORD or n_lines > MOST_LINES:
-                    refuse_long_record(path, number)
-                if line.startswith(">"):
-                    if header is not None:
-                        yield header, "".join(parts)
-                    header = line[1:].replace("\t", " ").strip()
-                    parts = []
-                elif line and header is None:
-                    raise ValueError(f"{path} line {number}: found letters before a header; "
-                                     "expected FASTA, with > first.")
-                else:
-                    parts.append("".join(line.split()))   # read_sequences removes blanks too
-    except (EOFError, zlib.error, gzip.BadGzipFile) as e:
-        raise ValueError(f"{path} is truncated or damaged ({e}); expected a whole gzip "
-                         "file.") from None
-    if header is None:
-        raise ValueError(f"{path} holds no sequence; expected FASTA.")
-    yield header, "".join(parts)
-
-
-def refuse_long_record(name, line):
-    """Raise ValueError for a record that no protein is. line: number of a line in it."""
-    raise ValueError(f"{name}, line {line}: a record of more than {LONGEST_RECORD:,} characters "
-                     f"or {MOST_LINES:,} lines; expected proteins. Is it another file, or are "
-                     "line ends missing?")
-
 
 class Proteins:
     """A table of proteins over one flat array, which may as well be a memory-mapped file.
@@ -237,8 +162,13 @@ class Proteins:
 
     def compact(self):
         """These proteins over tokens of their own, one after the other as in this table."""
-        tokens = np.concatenate([np.zeros(0, np.uint8), *(self[i] for i in range(len(self)))])
+        tokens = gather(self.tokens, self.offsets, self.lengths)
         return Proteins(tokens, np.cumsum(self.lengths) - self.lengths, self.lengths, self.keys)
+
+    def parts(self):
+        """Yield these proteins over tokens of their own, AT_A_TIME at a time."""
+        for first in range(0, len(self), AT_A_TIME):
+            yield self.subset(slice(first, first + AT_A_TIME)).compact()
 
     def unique_order(self, seed):
         """Indices that put the proteins into the order of order_words, each distinct key once."""
@@ -254,8 +184,7 @@ class Proteins:
     def letter_counts(self):
         """How often each of the 21 tokens occurs: (21,) int64."""
         counts = np.zeros(N_TOKENS, np.int64)
-        for first in range(0, len(self), AT_A_TIME):
-            part = self.subset(slice(first, first + AT_A_TIME)).compact()
+        for part in self.parts():
             counts += np.bincount(part.tokens, minlength=N_TOKENS)
         return counts
 
@@ -302,31 +231,14 @@ class ReadReport:
         return "; ".join(notes)
 
 
-class Block(NamedTuple):
-    """The proteins of one piece of a file, cleaned.
-
-    words:   (number of words,) uint64, little endian: the tokens, each protein padded with PAD to
-             whole words of 8.
-    lengths: (n,) int64, residues. keys: (n,) uint64.
-    """
-    words: np.ndarray
-    lengths: np.ndarray
-    keys: np.ndarray
-
-    def tokens(self):
-        """The tokens as bytes, one protein after the other, without the padding."""
-        return self.words.tobytes().translate(None, bytes([PAD]))
-
-
-def read_sequences(path, min_length=1, alive=lambda: None, block_bytes=BLOCK_BYTES):
+def read_sequences(path, min_length=1, alive=lambda: None):
     """Read a file of proteins -> (Proteins, ReadReport).
 
     path: .pt is a torch file with a list of dicts that have `protein_seq`; text whose first
         character is '>' is FASTA; other text is one sequence per line if its name ends in .txt or
         .seq. gzip is recognised by content. Windows line ends and a byte order mark are accepted.
     min_length: residues; shorter proteins are dropped.
-    alive: called after each block, which shows a watcher that a large file is still being read.
-    block_bytes: about how much text is cleaned at a time.
+    alive: called now and then, which shows a watcher that a large file is still being read.
 
     Cleaned, and counted in the report: B, Z, U, O, J become X; lower case (soft-masked regions)
     becomes upper case; one '*' at the end is removed, and so are blanks inside FASTA sequences;
@@ -341,10 +253,10 @@ def read_sequences(path, min_length=1, alive=lambda: None, block_bytes=BLOCK_BYT
     tokens = bytearray()
     lengths = []
     keys = []
-    for block in read_blocks(path, report, min_length, block_bytes):
-        tokens += block.tokens()
-        lengths.append(block.lengths)
-        keys.append(block.keys)
+    for table in read_tables(path, report, min_length):
+        tokens += table.tokens.tobytes()
+        lengths.append(table.lengths)
+        keys.append(table.keys)
         alive()
     lengths = np.concatenate(lengths)
     keys = np.concatenate(keys)
@@ -364,162 +276,91 @@ def read_sequences(path, min_length=1, alive=lambda: None, block_bytes=BLOCK_BYT
     return proteins, report
 
 
-def read_blocks(source, report, min_length=1, block_bytes=BLOCK_BYTES, max_records=None):
-    """Yield the cleaned proteins of a file as Blocks, in its order, with duplicates.
+def read_tables(path, report, min_length=1, max_records=None, file=None) -> Iterator[Proteins]:
+    """Yield the cleaned proteins of a file, in its order, with duplicates, AT_A_TIME or fewer.
 
-    source: path, or a raw binary stream that has a name, at its beginning; it is closed.
+    path: as in read_sequences. file: where it is read from, see records; None: from the path.
     report: ReadReport; what is cleaned and dropped is added to it, not the number of proteins.
     max_records: how many records are read, those that are dropped included; None for all.
-    Cleans and refuses as read_sequences says. Needs memory for some 10 blocks, or one long record.
+    Cleans and refuses as read_sequences says.
     """
-    name = getattr(source, "name", source)
-    n_records = 0
-    n_letters = 0
-    nucleotides_only = True
-    kinds = set()       # of letters, as long as all are nucleotides
-    with contextlib.closing(_texts(source, name, block_bytes)) as texts:
-        for kind, number, text in texts:
-            fasta = _as_fasta(kind, text)
-            if fasta is None:
-                _refuse_character(name, kind, number, text)
-            data, starts, lengths = _find_records(fasta)
-            if max_records is not None and len(lengths) >= max_records - n_records:
-                n = max_records - n_records
-                data = data[:starts[n] + 8]
-                starts = starts[:n + 1]
-                lengths = lengths[:n]
-            n_letters += int(lengths.sum())
-            nucleotides_only = (nucleotides_only and
-                                not data.translate(None, b"ACGTUNacgtun* \t\n\0"))
-            if nucleotides_only:
-                kinds |= set(data.upper()) & set(b"ACGTU")
-            block = _clean(data, starts, lengths, min_length, report)
-            if block is None:
-                _refuse_character(name, kind, number, text)
-            yield block
-            n_records += len(lengths)
-            if n_records == max_records:
-                break
-    # A repeat of few kinds of letters, such as AAT, may be a peptide.
-    if nucleotides_only and len(kinds) > 3 and n_letters >= NUCLEOTIDES_LEAST:
-        raise ValueError(f"{name}: all {n_letters:,} letters are among ACGTUN, which is "
-                         f"nucleotides; expected proteins. Translate them first.")
+    if file is None:
+        check_file(path)
+    nucleotides = Nucleotides()
+    tokens = bytearray()
+    lengths = []
+    found = itertools.islice(records(path, file), max_records)
+    for n_read, record in enumerate(found, 1):
+        if nucleotides.alone:
+            nucleotides.look_at(record)
+        letters = _clean(path, record, report)
+        if not letters:
+            report.n_empty += 1
+        elif not letters.strip(UNKNOWN):
+            report.n_all_x += 1
+        elif len(letters) < min_length:
+            report.n_short += 1
+        else:
+            tokens += letters.translate(TO_TOKEN)
+            lengths.append(len(letters))
+        if n_read % AT_A_TIME == 0 or len(tokens) > LONGEST_RECORD:
+            yield _table(tokens, lengths)
+            tokens = bytearray()
+            lengths = []
+    yield _table(tokens, lengths)
+    nucleotides.refuse(path)
 
 
-def refuse_nothing_left(name, report, min_length):
-    """Raise ValueError, as all records of a file were dropped, for the reasons in the report."""
-    raise ValueError(f"{name}: no protein is left of {report.n_dropped:,} records "
-                     f"({report.n_empty:,} empty, {report.n_all_x:,} of X only, "
-                     f"{report.n_short:,} shorter than min_length = {min_length}); expected at "
-                     f"least one. Check the file, or lower min_length.")
+def named_sequences(path) -> Iterator[tuple[str, str]]:
+    """Yield (header, letters) of each record of a FASTA file: letters as they are, without blanks.
 
-
-# From text to Blocks. A loop over records would take twice the time for 60 million proteins, so
-# each step works on the whole text of a block, with numpy or the methods of bytes.
-
-def _find_records(text):
-    """Find the records in text of FASTA, and write zeros over their headers.
-
-    text: bytes of whole records, that begin with '>' and hold no zero. Returns
-    data:    bytearray, the text with zeros in place of the n headers and of one more at the end,
-    starts:  (n + 1,) where each of these headers stands; each has at least 8 bytes,
-    lengths: (n,) characters between a header and the next that are no line ends.
+    For files that people write; read_sequences is for data sets. Raises ValueError, see records.
     """
-    data = bytearray().join([text, b"\n", HEADER])
-    letters = np.frombuffer(data, np.uint8)
-    line_ends = np.flatnonzero(letters == ord("\n"))
-    # numbers[i] = k: header i begins after line end number k - 1 and ends at line end number k.
-    numbers = np.flatnonzero(letters[line_ends[:-1] + 1] == ord(">")) + 1
-    numbers = np.append(0, numbers)
-    starts = np.append(0, line_ends[numbers[1:] - 1] + 1)
-    ends = line_ends[numbers]
-    if (ends - starts)[1:].min() < 8:                           # _clean needs 8 bytes of each
-        return _find_records(text.replace(b"\n>", b"\n" + HEADER[:-1]))
-    # Headers and sequences take turns: the bytes of a header are multiplied by 0, others by 1.
-    sizes = np.diff(np.stack([starts, ends], axis=1).ravel(), append=len(data))
-    letters *= np.repeat(np.arange(len(sizes), dtype=np.uint8) % 2, sizes)
-    return data, starts, starts[1:] - ends[:-1] - np.diff(numbers)
+    for header, text, _ in records(path):
+        if header is None:
+            raise ValueError(f"{path} has no headers; expected FASTA.")
+        yield header.replace("\t", " ").strip(), "".join(text.split())
 
 
-def _clean(data, starts, lengths, min_length, report):
-    """Clean what _find_records gives -> Block, or None if there is a wrong character."""
-    letters = np.frombuffer(data, np.uint8)
-    if b" " in data or b"\t" in data:
-        blanks = np.flatnonzero((letters == ord(" ")) | (letters == ord("\t")))
-        report.n_blanks += len(blanks)
-        record = np.searchsorted(starts, blanks) - 1
-        lengths = lengths - np.bincount(record, minlength=len(lengths))
-    n_lower = np.count_nonzero(letters >= ord("a"))
-    n_x = np.count_nonzero(letters == ord("X"))
-    if n_lower:
-        n_x += data.count(b"x")
-    # Write the padding of each protein, 0 to 7 times "\r", over the first 8 bytes of the next
-    # header. Translation makes it PAD and removes zeros, line ends and blanks: words remain.
-    places = np.arange(8)
-    letters[starts[1:, None] + places] = np.where(places < -lengths[:, None] % 8, ord("\r"), 0)
-    tokens = data.translate(TO_TOKEN, b"\0\n \t")
-    words = np.frombuffer(tokens, "<u8")
-    if STOP in tokens:
-        words, lengths = _remove_final_stops(tokens, lengths, report)
-    if STOP in tokens or BAD in tokens:
-        return None
+def records(path, file=None) -> Iterator[tuple[str | None, str, int]]:
+    """Yield (header, text, number) of each record of a file, see read_sequences for its formats.
 
-    n_unknown = np.count_nonzero(words.view(np.uint8) == X_ID)
-    report.n_lower += int(n_lower)
-    report.n_x += int(n_x)
-    report.n_rare += int(n_unknown - n_x)
-    empty = lengths == 0
-    all_x = _all_x(words, lengths) if n_unknown else np.zeros_like(empty)
-    short = ~(empty | all_x) & (lengths < min_length)
-    dropped = empty | all_x | short
-    if dropped.any():
-        report.n_empty += int(empty.sum())
-        report.n_all_x += int(all_x.sum())
-        report.n_short += int(short.sum())
-        _, counts = word_spans(lengths)
-        words = words[np.repeat(~dropped, counts)]
-        lengths = lengths[~dropped]
-    return Block(words, lengths, _keys_of_words(words, lengths))
-
-
-def _remove_final_stops(tokens, lengths, report):
-    """Turn a STOP at the end of a protein into PAD, in place -> (words, lengths) without them."""
-    letters = np.frombuffer(tokens, np.uint8)
-    starts, _ = word_spans(lengths)
-    last = 8 * starts + lengths - 1                     # place of the last letter of each
-    stopped = (lengths > 0) & (letters[last] == STOP)
-    report.n_stops += int(stopped.sum())
-    letters[last[stopped]] = PAD
-    lengths = lengths - stopped
-    only_padding = last[stopped & (lengths % 8 == 0)] // 8
-    return np.delete(letters.view("<u8"), only_padding), lengths
-
-
-def _all_x(words, lengths):
-    """Which proteins are X and nothing else: (n,) bool."""
-    starts, counts = word_spans(lengths)
-    known = np.append(0, np.cumsum((words.view(np.uint8) < X_ID).view("<u8") > 0))
-    return (lengths > 0) & (known[starts + counts] == known[starts])
-
-
-# From files to text: generators of (kind, number of the first line or entry, text), where kind is
-# "fasta" (whole records), "line" (a sequence per line) or "entry" (of a .pt file, one per line).
-
-def _texts(source, name, block_bytes):
-    if Path(name).suffix.lower() == ".pt":
-        sequences = _read_pt(_existing_file(source))
-        step = max(1, block_bytes >> 9)
-        for first in range(0, len(sequences), step):
-            yield "entry", first + 1, b"\n".join(sequences[first:first + step])
+    header: without '>'; None for a line of text, or an entry of a .pt file. text: the letters as
+    they stand there, with blanks and line ends. number: of the first line of the text, or of the
+    entry.
+    file: buffered binary stream that is read in place of the path, which then only names it.
+    Raises ValueError where the file is none of these formats, damaged, binary, or has a record
+    longer than any protein. Needs memory for a piece of TEXT_SIZE, or one long record.
+    """
+    if is_pt(path):
+        for number, sequence in enumerate(_read_pt(path), 1):
+            yield None, sequence, number
         return
-    raw = source if hasattr(source, "read") else open(_existing_file(source), "rb", buffering=0)
-    with io.BufferedReader(raw, 1 << 18) as file:           # long reads suit a shared disk
-        unpacked = _unpacked(name, file)
-        size = max(block_bytes, 16)                         # errors quote 16 bytes
-        yield from _texts_of_chunks(name, iter(lambda: unpacked.read(size), b""), block_bytes)
+    with file or open(path, "rb", buffering=1 << 18) as file:       # long reads suit a shared disk
+        texts = _texts(path, file)
+        first = next(texts, None)
+        if first is None:
+            raise ValueError(f"{path} holds only blank lines; expected sequences.")
+        number = 1
+        is_fasta = _is_fasta(path, first)
+        if is_fasta:
+            number += first.count("\n", 0, first.find(">"))
+            first = first.lstrip()[1:]
+        rest = ""
+        for text in itertools.chain([first], texts):
+            *whole, rest = (rest + text).split("\n>" if is_fasta else "\n")
+            for record in whole:
+                yield _record(record, number, is_fasta)
+                number += record.count("\n") + 1
+            if len(rest) > LONGEST_RECORD:
+                raise ValueError(f"{path}, line {number}: a record of more than "
+                                 f"{LONGEST_RECORD:,} characters; expected proteins. Is it another "
+                                 "file, or are line ends missing?")
+        yield _record(rest, number, is_fasta)
 
 
-def _existing_file(path):
+def check_file(path):
+    """Raise FileNotFoundError or ValueError for a path that is no file, or an empty one."""
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist; expected a FASTA, text or .pt file of "
@@ -530,106 +371,84 @@ def _existing_file(path):
     if path.stat().st_size == 0:
         raise ValueError(f"{path} is empty (0 bytes), or a pipe; expected a file of sequences. Was "
                          f"its download interrupted?")
-    return path
 
 
-def _unpacked(name, file):
+def is_pt(path):
+    """Whether a file is one of torch, by its name."""
+    return Path(path).suffix.lower() == ".pt"
+
+
+def refuse_nothing_left(name, report, min_length):
+    """Raise ValueError, as all records of a file were dropped, for the reasons in the report."""
+    raise ValueError(f"{name}: no protein is left of {report.n_dropped:,} records "
+                     f"({report.n_empty:,} empty, {report.n_all_x:,} of X only, "
+                     f"{report.n_short:,} shorter than min_length = {min_length}); expected at "
+                     f"least one. Check the file, or lower min_length.")
+
+
+# From a file to texts and records.
+
+def _texts(path, file):
+    """Yield the text of a file in pieces, with "\\n" at the ends of lines.
+
+    Blanks and line ends at the end of a piece go to the next one; those of the file are left out.
+    """
+    unpacked = io.TextIOWrapper(_unpacked(path, file), "utf-8-sig", "replace")
+    rest = ""
+    try:
+        while piece := unpacked.read(TEXT_SIZE):
+            piece = rest + piece
+            text = piece.rstrip()
+            rest = piece[len(text):]
+            if len(rest) > LONGEST_RECORD:
+                raise ValueError(f"{path} holds more than {LONGEST_RECORD:,} blanks and line ends "
+                                 "in a row; expected proteins.")
+            if "\0" in text:
+                raise ValueError(f"{path} holds a zero byte, so it is binary (packed? UTF-16?) or "
+                                 "damaged; expected text, ASCII or UTF-8, or gzip.")
+            if text:
+                yield text
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ValueError(f"{path} is truncated or damaged ({error}); expected a whole gzip file. "
+                         "Download or copy it again.") from None
+
+
+def _unpacked(path, file):
     """The file, decompressed if it is gzip. Raises ValueError if only its name says .gz."""
     beginning = file.peek(4)[:4]
     if beginning[:2] == b"\x1f\x8b":
         return gzip.open(file)
-    if beginning and Path(name).suffix.lower() == ".gz":
-        raise ValueError(f"{name} is not gzip: it begins with {beginning!r}; expected "
+    if beginning and Path(path).suffix.lower() == ".gz":
+        raise ValueError(f"{path} is not gzip: it begins with {beginning!r}; expected "
                          f"b'\\x1f\\x8b'. Was an error page saved in its place? If it is "
                          f"plain text, remove .gz from its name.")
     return file
 
 
-def _plain_text(name, chunks):
-    """Yield chunks of text in which all line ends are '\\n'.
-
-    Blanks and line ends at the end of a chunk go to the next one: no "\\r\\n" or "\\n>" is split.
-    """
-    rest = b""
-    while len(rest) < 3 and (chunk := next(chunks, b"")):
-        rest += chunk
-    rest = rest.removeprefix(b"\xef\xbb\xbf")              # the byte order mark of UTF-8
-    for chunk in itertools.chain([b""], chunks):
-        chunk = rest + chunk
-        text = chunk.rstrip()
-        rest = chunk[len(text):]
-        if len(rest) > LONGEST_RECORD:
-            raise ValueError(f"{name} holds more than {LONGEST_RECORD:,} blanks and line ends in "
-                             "a row; expected proteins.")
-        if b"\0" in text:
-            raise ValueError(f"{name} holds a zero byte, so it is binary (packed? UTF-16?) or "
-                             f"damaged; expected text, ASCII or UTF-8, or gzip.")
-        if b"\r" in text:
-            text = text.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-        if text:
-            yield text
-
-
-def _texts_of_chunks(name, chunks, block_bytes):
-    """Join a file's chunks into texts of whole records, each of block_bytes or somewhat more."""
-    line = 1
-    pieces = []
-    size = 0
-    kind = None
-    try:
-        for chunk in _plain_text(name, chunks):
-            if kind is None:
-                kind = _kind_of_text(name, chunk)
-                if kind == "fasta":
-                    line = 1 + chunk.count(b"\n", 0, chunk.find(b">"))
-                    chunk = chunk.lstrip()
-            pieces.append(chunk)
-            size += len(chunk)
-            record_end = b"\n>" if kind == "fasta" else b"\n"
-            cut = chunk.rfind(record_end) if size >= block_bytes else -1
-            if cut >= 0:
-                pieces[-1] = chunk[:cut]
-                text = b"".join(pieces)
-                yield kind, line, text
-                line += int(np.count_nonzero(np.frombuffer(text, np.uint8) == ord("\n"))) + 1
-                pieces = [chunk[cut + 1:]]
-                size = len(chunk) - cut - 1
-            elif size > LONGEST_RECORD + block_bytes:
-                refuse_long_record(name, line)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ValueError(f"{name} is truncated or damaged ({error}); expected a whole gzip file. "
-                         f"Download or copy it again.") from None
-    if not pieces:
-        raise ValueError(f"{name} holds only blank lines; expected sequences.")
-    yield kind, line, b"".join(pieces)
-
-
-def _kind_of_text(name, beginning):
-    """"fasta" or "line", by the first letter of a text and the ending of its name."""
-    first = beginning.lstrip()
-    if first[:1] == b">":
-        return "fasta"
-    if str(name).lower().removesuffix(".gz").endswith((".txt", ".seq")):
-        return "line"
-    line = 1 + beginning.count(b"\n", 0, len(beginning) - len(first))
-    raise ValueError(f"{name}, line {line}: found {first.splitlines()[0][:20]!r}; expected '>', "
+def _is_fasta(path, text):
+    """Whether the first text of a file is FASTA. Raises ValueError if it is no list of sequences
+    either."""
+    first = text.lstrip()
+    if first.startswith(">"):
+        return True
+    if str(path).lower().removesuffix(".gz").endswith((".txt", ".seq")):
+        return False
+    line = 1 + text.count("\n", 0, len(text) - len(first))
+    raise ValueError(f"{path}, line {line}: found {first.splitlines()[0][:20]!r}; expected '>', "
                      f"with which FASTA begins. If it has one sequence per line, name it .txt or "
                      f".seq.")
 
 
-def _as_fasta(kind, text):
-    """Text of one sequence per line as FASTA without names; None if a line holds a blank or '>'."""
-    if kind == "fasta":
-        return text
-    if kind == "line" and (b" " in text or b"\t" in text):
-        text = re.sub(rb"(?m)^[ \t]+|[ \t]+$", b"", text)
-    if b">" in text or b" " in text or b"\t" in text:
-        return None
-    return HEADER + text.replace(b"\n", b"\n" + HEADER)
+def _record(record, number, is_fasta):
+    """What `records` yields of a record that begins in the line of this number."""
+    if not is_fasta:
+        return None, record, number
+    header, _, text = record.partition("\n")
+    return header, text, number + 1
 
 
 def _read_pt(path):
-    """The sequences of a .pt file, as bytes that hold no line end and no zero."""
+    """The sequences of a .pt file, as texts."""
     check_zip(path)
     try:
         entries = torch.load(path, map_location="cpu", weights_only=True)
@@ -648,55 +467,107 @@ def _read_pt(path):
         if not isinstance(sequence, str):
             raise ValueError(f"{path}, entry {number}: found {str(entry)[:80]}; expected a dict "
                              f"with the text 'protein_seq'.")
-        sequences.append(sequence.encode())
-        if re.search(rb"[\n\r\0]", sequences[-1]):
-            _refuse_wrong_sequence(path, "entry", number, sequences[-1])
+        sequences.append(sequence)
     return sequences
 
 
-# The slow path: say where the wrong character is, and what it means.
+# From records to proteins.
 
-WRONG = {"fasta": rb"[^A-Za-z* \t\n]|\*(?!\s*\Z)",       # a '*' may stand at the end alone
-         "line": rb"[^A-Za-z* \t]|\*(?!\s*\Z)|(?<=\S)[ \t]+(?=\S)",
-         "entry": rb"[^A-Za-z*]|\*(?!\Z)"}
+def _clean(path, record, report):
+    """The letters of a record, bytes in upper case, without line ends, blanks and a stop at the
+    end. Counts in the report what it finds, and refuses what no protein has."""
+    header, text, _ = record
+    letters = text.encode()
+    if header is not None:
+        letters = letters.translate(None, b"\n")
+    if not letters.translate(None, USUAL):      # nothing is left, as of nearly all records
+        return letters
+    check_letters(path, record)
+    if header is None:
+        letters = letters.strip(b" \t")
+    n_all = len(letters)
+    letters = letters.translate(None, b" \t")
+    report.n_blanks += n_all - len(letters)
+    if letters.endswith(b"*"):
+        report.n_stops += 1
+        letters = letters[:-1]
+    report.n_lower += len(letters) - len(letters.translate(None, string.ascii_lowercase.encode()))
+    letters = letters.upper()
+    n_x = letters.count(b"X")
+    report.n_x += n_x
+    report.n_rare += len(letters) - len(letters.translate(None, UNKNOWN)) - n_x
+    return letters
+
+
+def _table(tokens, lengths):
+    """Proteins whose tokens follow each other. tokens: bytes. lengths: list."""
+    lengths = np.array(lengths, np.int64)
+    return Proteins(np.frombuffer(tokens, np.uint8), np.cumsum(lengths) - lengths, lengths)
+
+
+class Nucleotides:
+    """Tells a file of nucleotides from one of proteins, by its letters.
+
+    alone: whether all letters so far are of nucleotides; others need not be looked at.
+    """
+
+    def __init__(self):
+        self.alone = True
+        self.n_letters = 0
+        self.kinds = set()
+
+    def look_at(self, record):
+        """Count the letters of a record."""
+        _, text, _ = record
+        letters = "".join(text.upper().split()).removesuffix("*")
+        kinds = set(letters)
+        self.alone = kinds <= set("ACGTUN")
+        self.n_letters += len(letters)
+        self.kinds |= kinds - {"N"}
+
+    def refuse(self, path):
+        """Raise ValueError if a file had nucleotides alone."""
+        # A repeat of few kinds of letters, such as AAT, may be a peptide.
+        if self.alone and len(self.kinds) > 3 and self.n_letters >= NUCLEOTIDES_LEAST:
+            raise ValueError(f"{path}: all {self.n_letters:,} letters are among ACGTUN, which is "
+                             "nucleotides; expected proteins. Translate them first.")
+
+
+# What no protein has: where it is, and what it means.
+
+WRONG_IN_FASTA = re.compile(r"[^A-Za-z* \t\n]|\*(?!\s*\Z)")     # a '*' may stand at the end alone
+WRONG_IN_LINE = re.compile(r"[^A-Za-z* \t]|\*(?!\s*\Z)|(?<=\S)[ \t]+(?=\S)")
 CHARACTERS_AND_REASONS = (
-    (b"*", "a stop inside a sequence. Translate up to the first stop, or remove the record"),
-    (b"-.", "a gap, so this is an alignment. Give the sequences without gaps"),
-    (b"0123456789", "a digit. Remove numbers from the sequence lines"),
-    (b"\v\f", "a form feed or vertical tab, as printed text has. Remove it"),
-    (b" \t\n\r", "a blank. Give one sequence per line and nothing else; with names, use FASTA"),
-    (b">", "so a line end is missing before it (files joined without one?). Insert it"))
+    ("*", "a stop inside a sequence. Translate up to the first stop, or remove the record"),
+    ("-.", "a gap, so this is an alignment. Give the sequences without gaps"),
+    ("0123456789", "a digit. Remove numbers from the sequence lines"),
+    ("\v\f", "a form feed or vertical tab, as printed text has. Remove it"),
+    (" \t\n\r", "a blank. Give one sequence per line and nothing else; with names, use FASTA"),
+    (">", "so a line end is missing before it (files joined without one?). Insert it"))
 
 
-def _refuse_character(name, kind, number, text):
-    """Raise ValueError for the first wrong character of a text whose first line has this number."""
-    for record in text.split(b"\n>" if kind == "fasta" else b"\n"):
-        if kind == "fasta":
-            _, _, sequence = record.partition(b"\n")
-            _refuse_wrong_sequence(name, kind, number + 1, sequence)
-        else:
-            _refuse_wrong_sequence(name, kind, number, record)
-        number += record.count(b"\n") + 1
-
-
-def _refuse_wrong_sequence(name, kind, number, sequence):
-    """Raise ValueError for a wrong character in a sequence whose first line has this number."""
-    wrong = re.search(WRONG[kind], sequence)
+def check_letters(path, record):
+    """Raise ValueError for the first wrong character of a record, see records."""
+    header, text, number = record
+    wrong = (WRONG_IN_LINE if header is None else WRONG_IN_FASTA).search(text)
     if not wrong:
         return
-    before = sequence[:wrong.start()]
+    before = text[:wrong.start()]
     found = wrong.group()[:1]
-    unit = "entry" if kind == "entry" else "line"
-    number += before.count(b"\n")           # none in an entry, where a line end is itself wrong
-    column = len(before) - before.rfind(b"\n")
+    unit = "line"
+    if is_pt(path):
+        unit = "entry"
+    else:
+        number += before.count("\n")
+    column = len(before) - before.rfind("\n")
     reason = "not a letter of a protein sequence. Check that the file is what its name says"
     for characters, why in CHARACTERS_AND_REASONS:
         if found in characters:
             reason = why
             break
-    if found == b">" and not before.rpartition(b"\n")[2].strip():
+    if found == ">" and not before.rpartition("\n")[2].strip():
         reason = "a header that is indented. Remove the blanks before it"
-    raise ValueError(f"{name}, {unit} {number}, column {column}: found {found!r}, {reason}. "
+    raise ValueError(f"{path}, {unit} {number}, column {column}: found {found!r}, {reason}. "
                      f"Expected the letters {LETTERS} and {RARE}, and at most one '*' at the end.")
 
 
@@ -746,7 +617,7 @@ def random_crops(proteins, max_length, seed, epoch):
     protein's key.
     """
     places = proteins.lengths - max_length + 1                  # where a window may begin
-    starts = [keyed_seed("crop", seed, epoch, key) % n if n > 1 else 0
+    starts = [seed_for("crop", seed, epoch, key) % n if n > 1 else 0
               for key, n in zip(proteins.keys.tolist(), places.tolist())]
     return Proteins(proteins.tokens, proteins.offsets + np.array(starts, np.int64),
                     np.minimum(proteins.lengths, max_length), proteins.keys)

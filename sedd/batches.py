@@ -20,8 +20,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ddp_setup import seed_for
 from sedd.prepared import REMAKE
-from proteins.sequences import Proteins, keyed_seed, random_words
+from proteins.seeds import random_words
+from proteins.sequences import Proteins
 
 ROW = 256                       # proteins per row of the table that sum_rows makes
 # Least size of a window (see BatchPlan)
@@ -307,7 +309,7 @@ class BatchPlan:
         total = self.work_in_set
         order = _shuffled(units, "units", self.seed, epoch)
         unit = int(order[window * self.micro_batches + lane])
-        shift = keyed_seed("shift", self.seed, epoch) % total
+        shift = seed_for("shift", self.seed, epoch) % total
         begin = unit * total // units
         end = (unit + 1) * total // units
         first = (begin + shift) % total
@@ -323,7 +325,7 @@ class BatchPlan:
         cropped = np.minimum(lengths, self.max_length)
         taken = np.flatnonzero(self.work_of[lengths])       # without dropped proteins
         bucket = self.bucket_of[cropped[taken]]
-        words = random_words(len(taken), "company", self.seed, *key)
+        words = random_words(len(taken), seed_for("company", self.seed, *key))
         order = np.lexsort((words, bucket))         # by bucket, and at random within it
         starts = _piece_starts(np.bincount(bucket, minlength=len(self.tops)), self.sizes.tolist())
         batches = [(taken[part], int(self.tops[bucket[part[0]]]))
@@ -475,7 +477,7 @@ def to_device(batch, device, dtype):
 @functools.lru_cache(maxsize=4)     # all steps of a window use the same order
 def _shuffled(n, *key):
     """The numbers 0 to n - 1 in a random order, seeded by the key."""
-    return np.argsort(random_words(n, *key), kind="stable")
+    return np.argsort(random_words(n, seed_for(*key)), kind="stable")
 
 
 def _bucket_tops(longest, good):

@@ -36,7 +36,8 @@ from torch.nn.functional import pad
 
 from sedd.diffusion import independent_log_score, score_entropy_loss
 from proteins.letters import X_ID
-from proteins.sequences import keyed_generator, unigram_frequencies
+from proteins.seeds import keyed_generator
+from proteins.sequences import unigram_frequencies
 
 # In training t is drawn from [TIME_EPS, 1], as the weight of the loss, 1/t, diverges at 0: a model
 # learns no scores at lower noise.

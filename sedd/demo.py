@@ -6,8 +6,9 @@
 """
 import numpy as np
 
+from ddp_setup import seed_for
 from proteins.letters import AMINO_ACIDS, UNIREF50, X_ID, decode
-from proteins.sequences import Proteins, keyed_seed
+from proteins.sequences import Proteins
 
 
 class DemoSource:
@@ -96,4 +97,4 @@ class DemoSource:
 
 
 def _draws(*key):
-    return np.random.Generator(np.random.PCG64(keyed_seed(*key))).random
+    return np.random.Generator(np.random.PCG64(seed_for(*key))).random

@@ -14,7 +14,7 @@ import torch
 from ddp_setup import all_sum, note_progress
 from sedd.diffusion import sample
 from proteins.letters import X_ID, decode
-from proteins.sequences import keyed_generator
+from proteins.seeds import keyed_generator
 from dpo.designs import PolicyDesigns
 from training.loop import eval_mode
 

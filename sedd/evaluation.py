@@ -8,14 +8,15 @@ import math
 import numpy as np
 import torch
 
-from ddp_setup import all_sum, autocast, note_progress
+from ddp_setup import all_sum, autocast, note_progress, seed_for
 from training.resume import save_run
 from training.files import write_text_atomic
 from sedd.bounds import TIME_EPS, Unigram
 from sedd.diffusion import sample, score_entropy_loss
 from sedd.batches import eval_batches, to_device
 from proteins.letters import X_ID, decode
-from proteins.sequences import collate, keyed_generator, keyed_seed, random_crops
+from proteins.seeds import keyed_generator
+from proteins.sequences import collate, random_crops
 from training.loop import ADVICE, Diverged, eval_mode, record_score
 
 SAMPLED_POSITIONS = 2**14   # positions of proteins that are sampled together, to limit memory
@@ -113,7 +114,7 @@ class Validation(BoundEstimator):
         proteins = random_crops(proteins, max_length, seed="validation", epoch=0)
         # Each protein gets its own n-th of [0, 1], in an order seeded by the keys.
         n = len(proteins)
-        draws = [keyed_seed("validation time", int(key)) for key in proteins.keys]
+        draws = [seed_for("validation time", int(key)) for key in proteins.keys]
         start = np.empty(n)
         start[np.argsort(draws, kind="stable")] = (np.arange(n) + 0.5) / n
         super().__init__(proteins, graph, noise, letter_counts, start,

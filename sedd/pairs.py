@@ -14,7 +14,6 @@ Other keys of an object are refused; other columns of a table are not used, and 
 Writes nothing. No model and no process group here.
 """
 
-import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +22,7 @@ import numpy as np
 
 from proteins.letters import X_ID, encode
 from dpo.pair_files import hold_out, join_groups, quote, read_items, read_list, read_weight, try_all
-from proteins.seeds import content_key
+from proteins.seeds import content_hash, content_key
 from proteins.tables import check_cells, read_rows, read_table_text, table_columns
 
 REQUIRED = ("preferred_seq", "unpreferred_seq")
@@ -183,8 +182,7 @@ def load_pairs(data: Any, seed: int, longest: int, alive: Callable = lambda: Non
         lines.append(f"  {len(pairs):,} pairs for training, {len(val):,} in {n_groups:,} group(s) "
                      "for validation")
     content = [[(pair.key, pair.weight) for pair in part] for part in (pairs, val or [])]
-    digest = hashlib.blake2b(repr(content).encode(), digest_size=8).hexdigest()
-    return PairsOfRun(pairs, val, {"n": len(pairs), "hash": digest}, lines)
+    return PairsOfRun(pairs, val, {"n": len(pairs), "hash": content_hash(content)}, lines)
 
 
 def groups_of(pairs: list[SequencePair]) -> np.ndarray:

@@ -299,6 +299,14 @@ def test_equal_parts_give_equal_seeds_in_every_version():
     assert ddp_setup.seed_for(0, "rank", 1) == 3056358934300634472
 
 
+def test_different_parts_give_different_seeds():
+    parts = [(0,), (1,), ("1",), (1, 2), (12,), ("a", 1), ("a1",), (1, "a"), (-1,), (2**70,),
+             ("1, 2",), ("1", "2")]
+    seeds = [ddp_setup.seed_for(*p) for p in parts]
+    assert len(set(seeds)) == len(parts)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
 def test_ranks_on_several_hosts_that_nobody_tells_where_rank_0_is_are_refused():
     ddp = Ddp(world_size=2, local_world_size=None, launcher="Open MPI")
     with pytest.raises(SetupError, match="nothing tells them where rank 0 is"):
