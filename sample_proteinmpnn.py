@@ -42,23 +42,13 @@ native one.
 
 Positions are chain and number in the file (A12, A12B with insertion code, A10-A20 with both ends).
 Or all are 0-based rows of the designed chains joined in the order of --chains, gaps counted.
-Files of settings are those of the published tool: JSON keyed by structure. Each structure needs an
-entry ({} for none). Rows in them count from 1 in each chain, gaps included:
-    chain_id_jsonl         {"5L33": [["A"], ["B"]]}: designed and fixed chains
-    fixed_positions_jsonl  {"5L33": {"A": [1, 2]}}
-    tied_positions_jsonl   {"5L33": [{"A": [1], "B": [1]}, {"A": [[2], [1.0]], "B": [[2], [-0.5]]}]}
-                           the second has weights of the logits; negative: design against B
-    omit_AA_jsonl          {"5L33": {"A": [[[1, 2], "GP"]]}}
-    bias_by_res_jsonl      {"5L33": {"A": rows x 21 nats, in the order ACDEFGHIKLMNPQRSTVWYX}}
-    pssm_jsonl             {"5L33": {"A": {"pssm_coef": rows from 0 to 1, "pssm_bias": rows x 21
-                           probabilities, "pssm_log_odds": rows x 21}}}
-    bias_AA_jsonl          {"E": 0.5}, as --bias E=0.5; keyed by letter, not by structure
+Files of settings (--..._jsonl) are those of the published tool, see mpnn/official_settings.py.
 
 A letter is drawn from p = softmax((logits + bias) / temperature). With a PSSM, p becomes
-(1 - w) p + w pssm_bias, with w = pssm_multi x pssm_coef; then letters whose log-odds are not above
-the threshold become a thousand times rarer. Omitted letters are never drawn. Tied positions use the
-mean of weight x logits, of bias and of PSSM. Source: Dauparas et al. 2022 and the published tool,
-where a PSSM can bring back omitted letters, and a tied group uses bias and PSSM of its last member.
+(1 - w) p + w pssm_bias, with w = pssm_multi x pssm_coef. Omitted letters are never drawn. Tied
+positions use the mean of logits, bias and PSSM. Source: Dauparas et al. 2022 and the published
+tool, where a PSSM can bring back omitted letters, and a tied group uses bias and PSSM of its last
+member.
 
 In the header lines: score is the mean negative log-probability in nats of the designed, resolved
 residues; global_score that of all resolved residues; seq_recovery the fraction of designed,
@@ -105,8 +95,8 @@ from mpnn.fast_cpu import speed_up
 from mpnn.model import MAX_TEMPERATURE, decoding_order, gumbel_noise, load_proteinmpnn
 from proteins.mutations import describe_skipped, place_all, read_mutations
 from mpnn.published import find_weights
-from mpnn.settings import (PER_STRUCTURE, Design, letter_bias, name_of, read_json,
-                           structure_files)
+from mpnn.official_settings import PER_STRUCTURE, read_json
+from mpnn.settings import Design, letter_bias, name_of, structure_files
 from proteins.tables import MAX_LISTED, refuse_all
 from mpnn.variant_tables import (Scoring, all_single_mutations, check_measured, check_no_score,
                                  report_text, score_proteins, table_text)
@@ -121,9 +111,8 @@ MAX_NOISE = 10.0        # Angstrom; published models were trained with 0.02 to 0
 SAVED = ("save_scores", "save_probs", "unconditional_probs", "conditional_probs")
 NOT_DRAWING = ("score_only", "unconditional_probs", "conditional_probs", "mutations", "scan")
 ONLY_DRAWING = ("num", "temperature", "omit", "bias", "tied_positions", "homomer", "bias_AA_jsonl",
-                "tied_positions_jsonl", "omit_AA_jsonl", "bias_by_res_jsonl", "pssm_jsonl",
-                "pssm_multi", "pssm_log_odds_flag", "pssm_threshold", "backbone_noise",
-                "save_probs")
+                "tied_positions_jsonl", "bias_by_res_jsonl", "pssm_jsonl", "pssm_multi",
+                "backbone_noise", "save_probs")
 ONE_OF = (("tied_positions", "homomer", "tied_positions_jsonl"), ("chains", "chain_id_jsonl"),
           ("fixed_chains", "chain_id_jsonl"), ("bias", "bias_AA_jsonl"), ("out", "out_folder"),
           ("fixed_positions", "mutable_positions", "fixed_positions_jsonl"))
@@ -149,6 +138,9 @@ PUBLISHED_OPTIONS = {
     "--path_to_fasta": "--score_only FASTA",
     "--conditional_probs_only_backbone": "--unconditional_probs",
     "--pssm_bias_flag": "--pssm_multi above 0, which uses the PSSM's bias; 0 does not",
+    "--pssm_log_odds_flag": "--pssm_jsonl with the probabilities alone",
+    "--pssm_threshold": "--pssm_jsonl with the probabilities alone",
+    "--omit_AA_jsonl": "--bias_by_res_jsonl with -10000 for letters that shall not be drawn",
     "--max_length": "nothing: there is no longest sequence",
     "--suppress_print": "nothing, or 2> /dev/null: notes go to standard error",
 }
@@ -196,14 +188,10 @@ def make_parser():
         help="standard deviation of noise on atoms, new for each sequence; default 0")
     add("--bias_AA_jsonl", metavar="FILE", help="bias of letters, instead of --bias")
     add("--bias_by_res_jsonl", metavar="FILE", help="bias by position, added to that of letters")
-    add("--omit_AA_jsonl", metavar="FILE", help="omitted letters by position, besides --omit")
-    add("--tied_positions_jsonl", metavar="FILE", help="tied positions, perhaps with weights")
+    add("--tied_positions_jsonl", metavar="FILE", help="tied positions of each structure")
     add("--pssm_jsonl", metavar="FILE", help="position-specific scoring matrices")
     add("--pssm_multi", type=float, default=0.0, metavar="SHARE",
         help="0 to 1: weight of the PSSM in the probabilities; default 0")
-    flag("--pssm_log_odds_flag", help="letters of low log-odds become rare")
-    add("--pssm_threshold", type=float, default=0.0, metavar="ODDS",
-        help="log-odds up to this are low; default 0")
     add = parser.add_argument_group("scoring and running").add_argument
     add("--score_only", nargs="*", metavar="FASTA",
         help="score the sequences of these files, or else the native one; nothing is drawn")
@@ -325,16 +313,10 @@ def temperatures(texts):
 
 def check_pssm_options(args):
     """ValueError for options of PSSMs that would have no effect, or are out of range."""
-    uses_pssm = args.pssm_multi or args.pssm_log_odds_flag
-    if bool(args.pssm_jsonl) != bool(uses_pssm):
-        raise ValueError("found --pssm_jsonl FILE without one of --pssm_multi above 0 and "
-                         "--pssm_log_odds_flag 1, or one of these without FILE; expected both.")
-    if args.pssm_threshold and not args.pssm_log_odds_flag:
-        raise ValueError(f"found --pssm_threshold {args.pssm_threshold}; expected it only with "
-                         "--pssm_log_odds_flag 1.")
-    if not 0 <= args.pssm_multi <= 1 or not math.isfinite(args.pssm_threshold):
-        raise ValueError(f"found --pssm_multi {args.pssm_multi}, --pssm_threshold "
-                         f"{args.pssm_threshold}; expected 0 to 1, and a number.")
+    if bool(args.pssm_jsonl) != bool(args.pssm_multi):
+        raise ValueError("found one of --pssm_jsonl FILE and --pssm_multi above 0; expected both.")
+    if not 0 <= args.pssm_multi <= 1:
+        raise ValueError(f"found --pssm_multi {args.pssm_multi}; expected 0 to 1.")
 
 
 def output_files(args, paths):
@@ -448,8 +430,7 @@ def draw(model, encoding, design, temperature, keys):
     drawn = torch.from_numpy(design.drawn)[None]
     S, probs = model.sample(
         encoding, S.to(device), drawn.to(device), orders.to(device), temperature, design.bias,
-        tied=design.tied, tied_weights=design.tied_weights, pssm=design.pssm,
-        noise=gumbel_noise(uniform))
+        tied=design.tied, pssm=design.pssm, noise=gumbel_noise(uniform))
     return S.cpu(), probs.cpu(), orders
 
 
@@ -628,11 +609,6 @@ def read_designs(paths, args, ca_only):
     if len(problems) == 1:
         raise ValueError(problems[0])
     refuse_all("the given structures", problems, "of them")
-    for option, table in tables.items():
-        others = sorted(set(table) - {design.name for design in designs})
-        if others:
-            designs[0].notes.append(f"--{option}: has settings for {', '.join(others)}, which are "
-                                    "not among the given structures")
     return designs
 
 

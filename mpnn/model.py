@@ -278,11 +278,10 @@ class ProteinMPNN(nn.Module):
         return log_probs[torch.arange(len(rows)), positions]
 
     @torch.no_grad()
-    def sample(  # noqa: PLR0913  (what a draw depends on; the last six are for special cases)
+    def sample(  # noqa: PLR0913  (what a draw depends on; the last five are for special cases)
             self, encoding: Encoding, S: Tensor, chain_M: Tensor, decoding_order: Tensor,
             temperature: float = 0.1, bias: float | Tensor = 0.0, *, tied: Iterable = (),
-            tied_weights: float | Tensor = 1.0, pssm: Pssm | None = None,
-            noise: Tensor | None = None,
+            pssm: Pssm | None = None, noise: Tensor | None = None,
             structure: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Draw letters where chain_M is 1 and the residue is resolved; others keep those of S.
 
@@ -296,8 +295,6 @@ class ProteinMPNN(nn.Module):
             tied:        lists of positions, from 0. All of a list get the same letter, drawn from
                          the mean of their logits, bias and PSSM. They are decoded in one step, that
                          of the earliest, and do not see one another. Unresolved ones are left out.
-            tied_weights: broadcasts to (L,), weights of the logits (not of bias) in this mean;
-                         negative: make the letter unlikely at this position.
             pssm:        Pssm of the L positions; see `letter_log_probs`.
             noise:       (M, L, 21) from `gumbel_noise`, which decides the letters drawn; default:
                          from torch's CPU generator, so that all devices draw the same.
@@ -323,8 +320,7 @@ class ProteinMPNN(nn.Module):
             pssm = Pssm(*(mean_in_groups(x.to(bias), groups) for x in pssm))
         check_letters_left(bias, pssm, draw)
         step_of, steps, is_member = decoding_steps(decoding_order, groups)
-        weights = torch.as_tensor(tied_weights).to(bias).expand(L)[steps]
-        weights = weights * is_member / is_member.sum(-1, keepdim=True)             # (M, T, G)
+        weights = is_member.to(bias) / is_member.sum(-1, keepdim=True)              # (M, T, G)
         if noise is None:
             noise = gumbel_noise(torch.rand(bias.shape, dtype=torch.float64))
         noise = (noise * (temperature > 0)).to(bias)
@@ -904,7 +900,6 @@ class Pssm(NamedTuple):
     """A position-specific scoring matrix for L positions, such as of an alignment."""
     share: Tensor         # (L, 1) from 0 to 1: weight of `letters` in the mixture
     letters: Tensor       # (L, 21) probabilities, mixed with the network's
-    factor: Tensor        # (L, 21) multiplies the mixed probabilities
 
     def at(self, positions):
         return Pssm(*(x[positions] for x in self))
@@ -913,8 +908,8 @@ class Pssm(NamedTuple):
 def letter_log_probs(scores: Tensor, temperature: float, pssm: Pssm | None) -> Tensor:
     """Log-probabilities that a letter is drawn from.
 
-    p = softmax(scores / temperature). With a PSSM it becomes ((1 - share) p + share letters) x
-    factor, then 0 for letters of score -inf, and is normalised again.
+    p = softmax(scores / temperature). With a PSSM it becomes (1 - share) p + share letters, then 0
+    for letters of score -inf, and is normalised again.
 
     Args:
         scores:      (..., 21) nats, logits + bias; -inf = never.
@@ -929,7 +924,7 @@ def letter_log_probs(scores: Tensor, temperature: float, pssm: Pssm | None) -> T
     log_p = torch.log_softmax(scores / max(temperature, COLDEST), -1)
     if pssm is None:
         return log_p
-    p = ((1 - pssm.share) * log_p.exp() + pssm.share * pssm.letters) * pssm.factor
+    p = (1 - pssm.share) * log_p.exp() + pssm.share * pssm.letters
     p = p.masked_fill(never, 0)
     return (p / p.sum(-1, keepdim=True)).log()
 
@@ -964,17 +959,12 @@ def check_sequences(encoding, S, decoding_order, structure):
     return structure
 
 
-def allowed_letters(bias, pssm):
-    """(..., L, 21) bool, True = this letter can be drawn, by the logits or by the PSSM."""
-    allowed = bias > -torch.inf
-    if pssm is None:
-        return allowed
-    return allowed & ((pssm.share < 1) | (pssm.letters > 0))
-
-
 def check_letters_left(bias, pssm, draw):
     """ValueError if a position to draw (M, L) has no allowed letter, or bias (M, L, V) has nan."""
-    stuck = (draw & ~allowed_letters(bias, pssm).any(-1)).nonzero().tolist()
+    allowed = bias > -torch.inf
+    if pssm is not None:
+        allowed = allowed & ((pssm.share < 1) | (pssm.letters > 0))
+    stuck = (draw & ~allowed.any(-1)).nonzero().tolist()
     if stuck:
         raise ValueError(f"bias and pssm leave no letter at (sequence, position) "
                          f"{stuck[:5]}, counted from 0. Allow one, or keep the letters there with "

@@ -307,8 +307,7 @@ def test_a_letter_is_drawn_given_those_that_were_drawn_before():
     assert not probs[:, ~drawn].any() and torch.equal(found[:, ~drawn], S.expand(3, -1)[:, ~drawn])
 
 
-def test_a_tied_group_draws_from_the_weighted_mean_of_its_members_when_the_first_is_due():
-    """Weights multiply logits, not the bias; a negative one designs against its position."""
+def test_a_tied_group_draws_from_the_mean_of_its_members_when_the_first_is_due():
     model = small_model(num_edges=12)
     (*structure, S) = protein([6, 6], unresolved=(9,))
     encoding = model.encode(model.graph(*structure))
@@ -328,15 +327,11 @@ def test_a_tied_group_draws_from_the_weighted_mean_of_its_members_when_the_first
 
     for before, after in ((others, triple), (others[:3], others[3:] + triple)):
         order = torch.tensor([[*before, j, *after[:-3], i, *after[-3:]]])
-        for weight in (1, -0.5):
-            weights = torch.ones(12).index_fill(0, torch.tensor([j]), weight)
-            found, probs = model.sample(
-                encoding, S, chain_M, order, T, bias, tied=[[i, j, absent], triple],
-                tied_weights=weights)
-            assert found[0, i] == found[0, j] and torch.equal(found[:, others], S[:, others])
-            scores = logits(before, i) + weight * logits(before, j) + bias[i, :X_LETTER]
-            near(probs[0, [i, j], :X_LETTER], (scores / 2 / T).softmax(-1).expand(2, -1),
-                 atol=1e-12)
+        found, probs = model.sample(encoding, S, chain_M, order, T, bias,
+                                    tied=[[i, j, absent], triple])
+        assert found[0, i] == found[0, j] and torch.equal(found[:, others], S[:, others])
+        scores = logits(before, i) + logits(before, j) + bias[i, :X_LETTER]
+        near(probs[0, [i, j], :X_LETTER], (scores / 2 / T).softmax(-1).expand(2, -1), atol=1e-12)
 
 
 def test_sampling_refuses_what_cannot_be_drawn():
@@ -526,7 +521,7 @@ def test_a_checkpoint_that_holds_no_weights_for_it_says_what_it_is(name, advice)
 def test_no_pssm_brings_back_a_letter_that_is_omitted():
     scores = torch.tensor([[0.0, -math.inf, 1.0]])
     even = torch.full((1, 3), 1 / 3)
-    log_p = letter_log_probs(scores, 1.0, Pssm(torch.tensor([[0.5]]), even, torch.ones(1, 3)))
+    log_p = letter_log_probs(scores, 1.0, Pssm(torch.tensor([[0.5]]), even))
     assert log_p[0, 1] == -math.inf
     assert float(log_p.exp().sum()) == pytest.approx(1)
 

@@ -122,16 +122,15 @@ def test_the_same_seed_gives_the_same_sequences_whatever_the_batch_size_and_numb
 
 
 def test_letters_are_drawn_from_the_softmax_of_the_model(sample, weights, tmp_path):
-    """Two residues that are tied and do not see one another, after all others; one with a negative
-    weight: letters that suit it become unlikely."""
+    """Two residues that are tied and do not see one another, after all others."""
     pdb = write_pdb(tmp_path / "short.pdb", {"A": "ACD", "B": "EFG"})
-    tied = as_json(tmp_path, {"short": [{"A": [[3], [1.0]], "B": [[2], [-0.5]]}]})
+    tied = as_json(tmp_path, {"short": [{"A": [3], "B": [2]}]})
     found = drawn(sample(pdb, "--chains", "B", "A", "--num", 1500, "--batch_size", 500, "--bias",
                          "V=3", "--omit", "C", "--temperature", 2, "--orders", 1,
                          "--mutable_positions", "A12", "B11", "--tied_positions_jsonl", tied))
     assert {s[0] + s[2:6] for s in found} == {"EG/AC"} and all(s[1] == s[6] for s in found)
     logits = (helix_log_probs(weights, "ACD/EFG", [0, 1, 3, 5, 2, 4])[2]
-              - 0.5 * helix_log_probs(weights, "ACD/EFG", [0, 1, 3, 5, 4, 2])[4]) / 2
+              + helix_log_probs(weights, "ACD/EFG", [0, 1, 3, 5, 4, 2])[4]) / 2
     logits[LETTERS.index("V")] += 3
     logits[[LETTERS.index("C"), 20]] = -torch.inf
     expected = torch.softmax(logits / 2, 0)
@@ -309,38 +308,29 @@ def test_the_scores_of_designs_are_told_from_those_of_the_published_tool(sample,
     assert "0.08 lower" not in sample(pdb, "--score_only")[1]
 
 
-@pytest.mark.parametrize("name, reason", [("no.jsonl", "No such file"), (".", "Is a directory")])
-def test_settings_that_cannot_be_read_are_named(sample, pdb, name, reason):
-    said = sample(pdb, "--omit_AA_jsonl", pdb.parent / name, code=2)[1]
-    assert f"cannot be read: {reason}" in said and "[Errno" not in said
-
-
-@pytest.mark.parametrize("options", [["parsed_pdbs.jsonl"],
-                                     ["one.pdb", "--omit_AA_jsonl", "parsed_pdbs.jsonl"]])
-def test_a_file_of_parsed_structures_is_refused_by_its_name(sample, pdb, options):
+def test_a_file_of_parsed_structures_is_refused_by_its_name(sample, pdb):
     file = pdb.parent / "parsed_pdbs.jsonl"
     file.write_text(json.dumps({"seq": NATIVE, "name": "one", "num_of_chains": 1}) + "\n")
-    options = [pdb.parent / word if "." in word else word for word in options]
-    assert "parsed_pdbs.jsonl of the published tool" in sample(*options, code=2)[1]
+    assert "parsed_pdbs.jsonl of the published tool" in sample(file, code=2)[1]
 
 
 def test_settings_by_position_act_at_their_position_only(sample, dimer, tmp_path):
     args = (dimer, "--chains", "B", "A", "--num", 30, "--temperature", 30, "--omit", "C")
-
-    def letters(option, settings):
-        """Those drawn at each position of chains B and A."""
-        path = as_json(tmp_path, {"dimer": settings, "other": {}})
-        found = drawn(sample(*args, f"--{option}", path))
-        return [set(column) for column in zip(*(s.replace("/", "") for s in found))]
-
     matrix = np.zeros((22, 21))
     matrix[4, LETTERS.index("W")] = 1e4
-    columns = letters("bias_by_res_jsonl", {"A": matrix})
-    assert columns.pop(22 + 4) == {"W"} and all(len(letters) > 5 for letters in columns)
-    columns = letters("omit_AA_jsonl", {"A": [[[1, 2], "ADEFGHIKLM"], [[2], "NPQRSTVW"]]})
-    assert columns[23] == {"Y"} and columns[22] <= set("NPQRSTVWY") and len(columns[22]) > 3
-    assert all(letters - set("NPQRSTVWY") for letters in columns[:22] + columns[24:])
+    matrix[6, :10] = -1e4
+    path = as_json(tmp_path, {"dimer": {"A": matrix}, "other": {}})
+    found = drawn(sample(*args, "--bias_by_res_jsonl", path))
+    columns = [set(column) for column in zip(*(s.replace("/", "") for s in found))]
+    assert columns[22 + 4] == {"W"}
+    assert columns[22 + 6] <= set(LETTERS[10:])
+    others = [column for i, column in enumerate(columns) if i not in (22 + 4, 22 + 6)]
+    assert all(column & set(LETTERS[:10]) and len(column) > 5 for column in others)
     assert set().union(*columns) == set(LETTERS) - {"C"}
+
+
+def test_a_file_of_bias_is_the_option(sample, dimer, tmp_path):
+    args = (dimer, "--num", 2, "--temperature", 30)
     same = sample(*args, "--bias_AA_jsonl", as_json(tmp_path, {"E": 40, "K": -3}))[0]
     assert same == sample(*args, "--bias", "E=40,K=-3")[0]
 
@@ -351,7 +341,7 @@ def test_settings_of_a_file_are_those_of_the_options(sample, dimer, tmp_path):
             ("chain_id_jsonl", [["B"], ["A"]], ("--chains", "B")),
             ("fixed_positions_jsonl", {"A": [1, 3], "B": [22]},
              ("--fixed_positions", "A10", "A12", "B31")),
-            ("tied_positions_jsonl", [{"A": [3], "B": [11]}, {"A": [[4], [1]], "B": [[12], [1]]}],
+            ("tied_positions_jsonl", [{"A": [3], "B": [11]}, {"A": [4], "B": [12]}],
              ("--tied_positions", "A12-A13,B20-B21"))):
         path = as_json(tmp_path, {"dimer": settings})
         assert sample(*args, f"--{option}", path)[0] == sample(*args, *given)[0]
@@ -369,17 +359,18 @@ def test_gaps_and_broken_residues_are_left_out_of_their_groups(sample, tmp_path)
         assert a[:3] + a[4:] == b[:3] + b[4:] and b[3] == "X" != a[3]
     assert "1 tied positions are gaps or lack atoms" in out[1]
     assert drawn(sample(*args[:-1], "--homomer")) == drawn(out)
-    # What is left of a group is drawn as if it were in none, whatever its weight was.
-    alone = [{"A": [[4], [-0.5]], "B": [[4], [1.0]]}]
+    # What is left of a group is drawn as if it were in none.
+    alone = [{"A": [4], "B": [4]}]
     assert drawn(sample(*args, as_json(tmp_path, {"dimer": alone}))) == drawn(sample(*args[:-1]))
 
 
-def test_a_pssm_takes_its_share_of_the_probabilities_and_makes_low_odds_rare(sample, pdb, tmp_path):
+def test_a_pssm_takes_its_share_of_the_probabilities(sample, pdb, tmp_path):
     random = np.random.default_rng(0)
     allowed = [letter not in "CX" for letter in LETTERS + "X"]
-    coef, letters, odds = (random.random(shape) for shape in (22, (22, 21), (22, 21)))
+    coef = random.random(22)
+    letters = random.random((22, 21))
     letters /= letters.sum(1, keepdims=True)
-    odds[5, :9] = 0.5   # the threshold: not above it
+    odds = random.random((22, 21))
     pssm = {"pssm_coef": coef, "pssm_bias": letters, "pssm_log_odds": odds}
     path = as_json(tmp_path, {"one": {"A": pssm}})
 
@@ -389,12 +380,17 @@ def test_a_pssm_takes_its_share_of_the_probabilities_and_makes_low_odds_rare(sam
         return arrays(tmp_path, "probs")["probs"][0, 5]
 
     plain = drawn_from()
-    rare = ("--pssm_log_odds_flag", 1, "--pssm_threshold", 0.5)
-    for multi, options in ((0.4, ()), (1, ()), (0.4, rare), (0, rare)):
+    for multi in (0.4, 1):
         mixed = (1 - multi * coef[5]) * plain + multi * coef[5] * letters[5]
-        mixed = mixed * allowed * (np.where(odds[5] > 0.5, 1.001, 0.001) if options else 1)
-        found = drawn_from("--pssm_jsonl", path, "--pssm_multi", multi, *options)
+        mixed = mixed * allowed
+        found = drawn_from("--pssm_jsonl", path, "--pssm_multi", multi)
         assert found == pytest.approx(mixed / mixed.sum(), abs=1e-5)
+
+
+def test_settings_of_a_chain_that_is_not_designed_are_named(sample, dimer, tmp_path):
+    path = as_json(tmp_path, {"dimer": {"A": [1], "B": [2]}})
+    said = sample(dimer, "--chains", "A", "--fixed_positions_jsonl", path)[1]
+    assert "chains B are not designed, so what files of settings say on them has no effect" in said
 
 
 def test_backbone_noise_is_new_for_each_sequence_and_leaves_scores_alone(sample, pdb, tmp_path):
@@ -420,18 +416,19 @@ def test_backbone_noise_moves_the_atoms_that_are_there_alone():
     assert torch.equal(moved, (X != 0).all(-1).expand(2, -1, -1))
 
 
-PSSM = {"pssm_coef": [1] * 22, "pssm_bias": [[0.5] * 21] * 22, "pssm_log_odds": [[0] * 21] * 22}
-OMIT = "--omit_AA_jsonl settings.json"
+PSSM = {"pssm_coef": [1] * 22, "pssm_bias": [[0.5] * 21] * 22}
+BIAS = "--bias_by_res_jsonl settings.json"
 TIED = "--tied_positions_jsonl settings.json"
+FIXED = "--fixed_positions_jsonl settings.json"
 WITH_PSSM = "--pssm_jsonl settings.json --pssm_multi 1"
 BAD = {                                                     # arguments: words of the message
     "--chains A --fixed_chains A": "chain A is to be designed and to be fixed",
     "--fixed_positions A12 --mutable_positions A13": "together; expected one of them",
     "--fixed_positions 0-43": "no position is left to design",
     "--tied_positions A12": "at least two parts",
-    "--tied_positions A12,,B12": "--tied_positions: found A12,,B12 with parts of [1, 0, 1]",
+    "--tied_positions A12,,B12": "positions '': expected some",
     "--tied_positions A12,B12 --fixed_positions A12": "A12 (fixed), B12 (designed)",
-    "--tied_positions A12,B12 --chains A": "B12 is in chain B, which is not designed",
+    "--tied_positions A12,B12 --chains A": "position B12 is not there",
     "--homomer --chains A": "share no residue number",
     "--bias W=0 W=2": "found W twice",
     "--temperature warm": "found --temperature warm",
@@ -441,33 +438,36 @@ BAD = {                                                     # arguments: words o
     "--score_only lower.fasta": "'m' at A10",
     "--score_only unknown.fasta": "'X' at A11 (position 1, 0-based)",
     "--save_probs": "without --out_folder",
-    "--pssm_multi 0.5": "without FILE",
-    OMIT: "expected JSON objects",                          # the file holds a list
-    "--omit_AA_jsonl twice.json": 'key "dimer" given twice',
+    "--pssm_multi 0.5": "--pssm_jsonl FILE and --pssm_multi above 0; expected both",
+    BIAS: "found []; expected one JSON object",
+    "--bias_by_res_jsonl twice.json": 'key "dimer" given twice',
+    "--bias_by_res_jsonl none.json": "No such file",
 }
 BAD_SETTINGS = [                                            # of the structure "dimer"
-    (OMIT, {"Z": []}, 'found chain "Z"; expected one of A B'),
-    (OMIT, {"A": [[[23], "G"]]}, "chain A: found [23]; expected a list of rows from 1 to 22"),
-    (OMIT, {"B": [[[2], LETTERS]]}, "no letter to draw at B11"),
-    ("--bias_by_res_jsonl settings.json", {"A": [[0.0] * 21]}, "numbers of shape (22, 21)"),
-    *(("--bias_by_res_jsonl settings.json", {"A": [[value] * 21] * 22}, "numbers of shape")
-      for value in ("0.5", True, 10**400, None, math.nan)),
-    *((OMIT, {"A": value}, "found ") for value in (0, False, "")),
-    *((OMIT, value, "expected {chain: ...}") for value in (0, False, "")),
+    (FIXED, {"Z": [1]}, ', dimer: found "Z"; expected a chain, one of A B'),
+    (FIXED, {"A": [23]}, "chain A: found [23]; expected a list of rows from 1 to 22"),
+    (FIXED, {"A": [True]}, "found [true]; expected a list of rows"),
+    *((FIXED, {"A": value}, "found ") for value in (0, False, "")),
+    *((FIXED, value, "expected {chain: ...}") for value in (0, False, "")),
+    ("--chain_id_jsonl settings.json", [["A"]], "expected [[designed chains], [fixed chains]]"),
+    ("--chain_id_jsonl settings.json", [["C"], []], "--chain_id_jsonl: found C; expected chains"),
+    (BIAS, {"A": [[0.0] * 21]}, "numbers of shape (22, 21)"),
+    *((BIAS, {"A": [[value] * 21] * 22}, "numbers of shape")
+      for value in ("0.5", True, 10**400, None, math.nan, 1e5)),
     (TIED, [{"A": [1], "B": [1]}, {"A": [1, 2]}], "in two groups"),
-    (WITH_PSSM, {"A": PSSM}, "pssm_bias at A10 of dimer with a sum of"),
-    (WITH_PSSM, {"A": {**PSSM, "pssm_bias": np.eye(21)[[20] * 22]}}, "no letter to draw")]
+    (TIED, [{"A": [[1], [-0.5]], "B": [[1], [1.0]]}], "found [[1], [-0.5]]; expected a list"),
+    (WITH_PSSM, {"A": PSSM}, "chain A, pssm_bias: found \"a sum of 10.5 in row 1\"")]
 
 
 @pytest.mark.parametrize("text, settings, words", [
-    (OMIT, {"other": {}}, 'found settings for ["other"]; expected dimer among them'),
+    (FIXED, {"other": {}}, 'found ["other"]; expected dimer among the structures'),
     *((text, [], words) for text, words in BAD.items()),
     *((text, {"dimer": settings}, words) for text, settings, words in BAD_SETTINGS)])
 def test_bad_input_is_one_clear_error_and_leaves_no_file(
         sample, dimer, tmp_path, monkeypatch, text, settings, words):
     monkeypatch.chdir(tmp_path)
     as_json(tmp_path, settings)
-    (tmp_path / "twice.json").write_text('{"dimer": {}}\n{"dimer": {}}\n')
+    (tmp_path / "twice.json").write_text('{"dimer": {}, "dimer": {}}\n')
     for name, letters in {"good": f"{NATIVE}/{NATIVE}", "short": f"{NATIVE}/{NATIVE[1:]}",
                           "lower": f"m{NATIVE[1:]}/{NATIVE}",
                           "unknown": f"MX{NATIVE[2:]}/{NATIVE}"}.items():
@@ -480,6 +480,7 @@ def test_bad_input_is_one_clear_error_and_leaves_no_file(
 
 @pytest.mark.parametrize("option, ours", [
     ("--pssm_bias_flag 1", "--pssm_multi"), ("--jsonl_path a.jsonl", "PDB or mmCIF files"),
+    ("--omit_AA_jsonl a.jsonl", "--bias_by_res_jsonl"), ("--pssm_threshold 1", "--pssm_jsonl"),
     ("--pdb_path a.pdb", "the structure itself"), ("--path_to_fasta a.fa", "--score_only FASTA"),
     ("--model_name v_48_020", "the first argument"), ("--ca_only", "ca/v_48_020"),
     ("--path_to_model_weights=w/", "the first argument"), ("--max_length 9", "no longest"),
@@ -490,12 +491,6 @@ def test_an_option_of_the_published_command_alone_is_answered_with_ours(sample, 
     out, err = sample(pdb, *option.split(), code=2)
     assert err.startswith(f"sample_proteinmpnn.py: error: found {re.split('[ =]', option)[0]}")
     assert ours in err and err.count("\n") == 1 and out == ""
-
-
-def test_an_empty_file_of_settings_is_refused(sample, dimer, tmp_path):
-    (tmp_path / "bias.json").write_text("")
-    _, err = sample(dimer, "--bias_AA_jsonl", tmp_path / "bias.json", code=2)
-    assert "found nothing; expected JSON objects" in err
 
 
 def test_bad_files_are_refused_by_name_and_an_old_result_stays(sample, pdb, tmp_path):
