@@ -19,6 +19,7 @@ import pytest
 import launchers
 from launchers import ROOT
 from mpnn.published import in_package
+from mpnn_cases import SMALL
 
 # Several ranks of a test must not share a GPU. TEST_CUDA=1 shows it, to tests that need one.
 os.environ.pop("DRY_RUN", None)     # it is for job scripts
@@ -192,3 +193,10 @@ def packed(tmp_path):
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("data.pkl", bytes(10_000))
     return path
+
+
+@pytest.fixture
+def small(tmp_path):
+    """A folder that holds small.pdb, of the chains SMALL."""
+    (tmp_path / "small.pdb").write_text(SMALL.pdb())
+    return tmp_path
