@@ -113,7 +113,7 @@ from mpnn.variant_tables import (Scoring, all_single_mutations, check_measured, 
 from mpnn.variants import log_probs_decoded_last
 from proteins.letters import LETTERS, X_ID
 from proteins.sequences import keyed_generator, named_sequences
-from training.config import Parser
+from training.parser import Parser
 from training.files import check_writable, write_whole
 
 MAX_NOISE = 10.0        # Angstrom; published models were trained with 0.02 to 0.3
