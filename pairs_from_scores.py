@@ -68,7 +68,7 @@ from proteins.tables import (MAX_LISTED, check_cells, read_rows, read_table_text
                              table_columns)
 from proteins.letters import LETTERS
 from proteins.sequences import named_sequences
-from training.config import Parser
+from training.parser import Parser
 from training.files import write_text_atomic
 from dpo.pair_files import LEAST_WEIGHT
 

@@ -9,7 +9,7 @@ each run folder. What is drawn: PANELS in training/plot.py.
 import sys
 from pathlib import Path
 
-from training.config import Parser
+from training.parser import Parser
 from training.plot import draw, rows_of
 
 

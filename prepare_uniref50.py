@@ -50,7 +50,7 @@ from sedd.prepared import FORMAT, PARTS, SETS, VERSION, check_prepared, read_met
 from proteins.letters import LETTERS, N_TOKENS
 from proteins.sequences import (Proteins, ReadReport, is_pt, order_words, read_tables,
                                 refuse_nothing_left)
-from training.config import Parser
+from training.parser import Parser
 
 # The current release: some 13 GB, about 60 million proteins.
 UNIREF50_URL = "https://ftp.uniprot.org/pub/databases/uniprot/uniref/uniref50/uniref50.fasta.gz"

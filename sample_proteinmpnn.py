@@ -104,7 +104,7 @@ from mpnn.variants import log_probs_decoded_last
 from proteins.letters import LETTERS, X_ID
 from proteins.seeds import keyed_generator
 from proteins.sequences import named_sequences
-from training.config import Parser
+from training.parser import Parser
 from training.files import check_writable, write_whole
 
 MAX_NOISE = 10.0        # Angstrom; published models were trained with 0.02 to 0.3

@@ -58,7 +58,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ddp_setup import (BAD_INPUT, Ddp, abort, all_sum, autocast, barrier, note_progress, print0,
                        seed_for, setup_ddp)
 from sedd.report import report, sequences_of
-from training.config import Parser
+from training.parser import Parser
 from training.files import check_writable, write_text_atomic
 from training.log import progress_bar
 from training.command_line import add_launch_arguments

@@ -27,7 +27,7 @@ from torch.utils.benchmark import Timer, timer
 from ddp_setup import Ddp, autocast, gather, grad_scaler, print0
 import mpnn.fast_cpu
 from mpnn.model import ProteinMPNN
-from training.config import Parser
+from training.parser import Parser
 from training.peak import matmul_rows, measure_matmul
 from training.command_line import add_launch_arguments, started_ranks
 from training.precision import choose_dtype

@@ -6,7 +6,7 @@
     python train_dpo_ddp.py --config configs/dpo.yaml --plan 1,2,4,8             # what scaling does
 
 Reads preference pairs and their structures (mpnn/pairs.py), published weights, and optionally a
-YAML config (all keys and defaults are below and in training/config.py); with model.kind sedd, pairs
+YAML config (keys: below, training/config.py and --help); with model.kind sedd, pairs
 of sequences and weights of SEDD instead (docs/dpo_sedd.md). Writes into the run folder
 (--output_dir, default runs/CONFIG_NAME): best_model.pt and latest_model.pt, which other ProteinMPNN
 tools (of SEDD: sample_sedd.py) read; metrics.jsonl, config.yaml, status.json; reference/KEY.pt
@@ -37,8 +37,8 @@ import sedd.preferences
 from training.command_line import (add_run_arguments, exit_with, preparing, print_plan, ranks_meet,
                                    read_command)
 from training.config import (CommonMemory, CommonMonitoring, CommonOptim, CommonTraining,
-                             DdpSection, Parser, check_common, check_least, config_items,
-                             load_config, refuse)
+                             MOST_LR, MOST_STEPS, DdpSection, check_common,
+                             config_items, key, key_fields, load_config, refuse)
 from training.finish import finish_run, say_finished
 from training.folder import take_folder
 from training.log import open_log
@@ -47,15 +47,15 @@ from training.loop import (N_SCALARS, Run, after_step, check_alike, clip_gradien
                            start_run, step_optimizer, using_checkpoint)
 from training.meter import bad_steps_field, step_values
 from dpo.pair_plan import PairPlan
+from training.parser import Parser
 from training.plan import describe_batch, describe_run, plan_head, plan_table, print_lines
 from training.precision import choose_precision
 from dpo.preferences import (SEEN, SUMS, Likelihoods, evaluate, evaluate_start, metrics_of, pack,
                              result_lines)
 from dpo.reference_scores import make_tables
 from training.profile import StepProfile
-from training.resume import (ALWAYS_NEEDED, MAY_ALWAYS_CHANGE, begin_best_anew,
-                             check_checkpoint, check_data, count_micro_batches, hash_of, save_run,
-                             start_or_continue)
+from training.resume import (ALWAYS_NEEDED, begin_best_anew, check_checkpoint, check_data,
+                             count_micro_batches, hash_of, save_run, start_or_continue)
 
 # model.kind -> module with what differs between them
 KINDS = {"proteinmpnn": mpnn.preferences, "sedd": sedd.preferences}
@@ -64,11 +64,16 @@ KINDS = {"proteinmpnn": mpnn.preferences, "sedd": sedd.preferences}
 # ---------------------------------------------------------------- config
 @dataclass
 class Training(CommonTraining):
-    batch_size: int = 8                  # pairs per rank and micro-step, at most
-    num_epochs: int = 10
-    n_iters: int | None = None           # optimizer steps, instead of num_epochs
-    eval_freq: int | None = None         # steps between evaluations; always after each epoch
-    snapshot_freq: int | None = None     # steps between checkpoints; always after each epoch
+    batch_size: int = key(8, least=1, flag="--batch_size",
+                          help="pairs per rank and micro-step, at most")
+    num_epochs: int = key(10, least=1, most=MOST_STEPS, may_change=True, flag="--num_epochs",
+                          help="passes over the pairs")
+    n_iters: int | None = key(None, least=1, most=MOST_STEPS, may_change=True,
+                              help="optimizer steps, instead of num_epochs")
+    eval_freq: int | None = key(None, least=1, may_change=True,
+                                help="steps between evaluations; always after each epoch")
+    snapshot_freq: int | None = key(None, least=1, may_change=True,
+                                    help="steps between checkpoints; always after each epoch")
 
 
 @dataclass
@@ -77,95 +82,130 @@ class Optim(CommonOptim):
     # 1,000 steps at 3e-6 (single-process default of the published DPO scripts) change them by 3 %
     # at most, which keeps the policy near the reference; 1e-4 moves as far in 30 steps. 3e-7, the
     # default of those scripts for many ranks, needs ten times the steps.
-    lr: float = 3e-6                     # at base_global_batch; scaled by `scale`
-    warmup: int = 20                     # steps, linear; also scaled by `scale`
-    grad_clip: float = 10.0              # largest gradient norm; 0 = no clipping
+    lr: float = key(3e-6, least=0, most=MOST_LR, flag=("--learning_rate", "--lr"),
+                    help="learning rate, at base_global_batch; scaled by `scale`")
+    warmup: int = key(20, least=0, help="steps, linear; also scaled by `scale`")
+    grad_clip: float = key(10.0, least=0, help="largest norm of the gradient; 0: no clipping")
 
 
 @dataclass
 class RandomSizes:
-    hidden_size: int = 128
-    n_encoder: int = 3
-    n_decoder: int = 3
-    num_edges: int = 48
+    hidden_size: int = key(128, least=1, help="channels of a residue")
+    n_encoder: int = key(3, least=1, help="layers")
+    n_decoder: int = key(3, least=1, help="layers")
+    num_edges: int = key(48, least=1, help="neighbours of a residue")
 
 
 @dataclass
 class Model:
-    kind: Literal["proteinmpnn", "sedd"] = "proteinmpnn"
-    base: str | None = None              # sedd: weights, of a file, run folder or export
-    base_model_name: str = "v_48_020"    # file BASE_MODEL_DIR/NAME.pt, or a published name, see
-    #                                      mpnn/published.py; "random": untrained weights
-    base_model_dir: str = "vanilla_model_weights"
-    dropout: float = 0.0                 # above 0 it adds noise to each log-probability that is
-    #                                      larger than the margin of chosen over rejected
-    random: RandomSizes = field(default_factory=RandomSizes)   # for random weights only
+    kind: Literal["proteinmpnn", "sedd"] = key("proteinmpnn", help="what is trained")
+    base: str | None = key(None, may_change=True, per_host=True, kind="sedd", flag="--base",
+                           help="weights, of a file, run folder or export")
+    base_model_name: str = key(
+        "v_48_020", may_change=True, per_host=True, kind="proteinmpnn", flag="--base_model_name",
+        help="file BASE_MODEL_DIR/NAME.pt, or a published name (mpnn/published.py); random: "
+             "untrained weights")
+    base_model_dir: str = key("vanilla_model_weights", may_change=True, per_host=True,
+                              kind="proteinmpnn", flag="--base_model_dir",
+                              help="folder of base_model_name")
+    # above 0 it adds noise to each log-probability that is larger than the margin of chosen over
+    # rejected
+    dropout: float = key(0.0, least=0, below=1, kind="proteinmpnn", help="best left at 0")
+    random: RandomSizes = field(default_factory=RandomSizes,   # for random weights only
+                                metadata={"kind": "proteinmpnn"})
 
 
 @dataclass
 class Loss:
-    # See preference_loss. ipo: sums over residues, as published; *_norm: means over residues.
     name: Literal["sigmoid", "hinge", "ipo", "ipo_norm", "robust", "conservative", "sigmoid_norm",
-                  "reference_free", "simpo"] = "sigmoid"
+                  "reference_free", "simpo"] = key(
+        "sigmoid", help="see preference_loss. ipo: sums over residues, as published; *_norm: means "
+                        "over residues")
     # What h, the gain of chosen over rejected, is measured from. base: the base weights. unfolded:
     # each residue alone under these, so that h is the score of sample_proteinmpnn.py
     # --correct_unfolded, and pairs teach what this score gets wrong.
-    reference: Literal["base", "unfolded"] = "base"
-    beta: float = 0.1                    # higher = closer to the reference; about 2 for simpo, 10
-    #                                      for sigmoid_norm
-    label_smoothing: float = 0.1         # robust, conservative: assumed fraction of swapped pairs
-    gamma: float = 0.5                   # simpo: margin, in nats
-    sft: float = 0.0                     # factor of an added term: mean -ln p per chosen residue
-    diversity_lambda: float = 0.0        # factor of a subtracted term: mean entropy per residue
-    native_kl: float = 0.0               # factor of an added term: mean KL divergence from the base
-    #                                      weights per residue of native sequences, decoded in a
-    #                                      random order of all residues. Pairs that differ at few
-    #                                      positions teach how these are decoded last; this keeps
-    #                                      what the design of whole sequences needs
-    temperature: float = 1.0             # log_softmax(logits / temperature) in loss and rewards;
-    #                                      0.1 acts like a beta up to 10 times as large
-    # Decoding order. random: new in each epoch; fixed: one per pair for all epochs; arange: N to C
-    order: Literal["random", "fixed", "arange"] = "random"
-    n_orders: int = 1                    # orders per pair that log-probabilities are averaged over
-    share_order: bool = False            # same order for all pairs of a complex with the same
-    #                                      designed positions: sequences they share are run once
+    reference: Literal["base", "unfolded"] = key(
+        "base", kind="proteinmpnn", help="what a gain is measured from: the base weights, or each "
+                                         "residue alone under these")
+    beta: float = key(0.1, least=1e-6, most=1e6, flag="--beta",
+                      help="higher: closer to the reference; about 2 for simpo, 10 for "
+                           "sigmoid_norm")
+    label_smoothing: float = key(0.1, least=0, below=0.5,
+                                 help="robust, conservative: assumed fraction of swapped pairs")
+    gamma: float = key(0.5, least=0, help="simpo: margin, in nats")
+    sft: float = key(0.0, least=0,
+                     help="factor of an added term: mean -ln p per chosen residue")
+    diversity_lambda: float = key(0.0, least=0, flag="--diversity_lambda",
+                                  help="factor of a subtracted term: mean entropy per residue")
+    # Pairs that differ at few positions teach how these are decoded last; this keeps what the
+    # design of whole sequences needs.
+    native_kl: float = key(0.0, least=0, kind="proteinmpnn",
+                           help="factor of an added term: mean KL divergence from the base weights "
+                                "per residue of native sequences, decoded in a random order of all "
+                                "residues")
+    # 0.1 acts like a beta up to 10 times as large
+    temperature: float = key(1.0, least=1e-3, most=1e3, kind="proteinmpnn", flag="--temperature",
+                             help="log_softmax(logits / temperature) in loss and rewards")
+    order: Literal["random", "fixed", "arange"] = key(
+        "random", kind="proteinmpnn", help="of decoding: new in each epoch, one per pair for all "
+                                           "epochs, or N to C")
+    n_orders: int = key(1, least=1, kind="proteinmpnn",
+                        help="orders per pair that log-probabilities are averaged over")
+    share_order: bool = key(False, kind="proteinmpnn",
+                            help="same order for all pairs of a complex with the same designed "
+                                 "positions: sequences they share are run once")
 
 
 @dataclass
 class Estimator:
     """Of log-likelihoods of SEDD, see sedd/bounds.py."""
-    samples: int = 8                     # noise levels for each sequence of a pair
-    share: bool = True                   # the same noise for chosen and rejected
-    fixed: bool = False                  # noise: one for all epochs, or new in each
+    # Their differences tell how noisy an estimate is; far more would not fit into memory.
+    samples: int = key(8, least=2, most=1024, kind="sedd",
+                       help="noise levels for each sequence of a pair; each is two sequences for "
+                            "the network")
+    share: bool = key(True, kind="sedd", help="the same noise for chosen and rejected")
+    fixed: bool = key(False, kind="sedd", help="one noise for all epochs, or new in each")
 
 
 @dataclass
 class Data:
-    train_data: str | None = None        # JSON of pairs; none: demo pairs, for random weights
-    val_data: str | None = None          # none: val_fraction is split off, by structure
-    val_fraction: float = 0.1            # of the structures; 0 = no validation
-    max_length: int | None = None        # longer designs are refused, never cut
-    # For pairs that give no positions: "A12 A15" (chain and number in the file) or "11 14" (0-based
-    # in the sequence); ranges "A10-A20" or "9-19", both ends included.
-    mutable_positions: str | None = None
-    mutable_ranges: str | None = None
-    demo_structures: int = 48
-    demo_pairs: int = 8                  # per structure
+    train_data: str | None = key(None, may_change=True, per_host=True, flag="--train_data",
+                                 help="file of pairs; none: demo pairs, for random weights")
+    val_data: str | None = key(None, may_change=True, per_host=True, flag="--val_data",
+                               help="none: val_fraction is split off, by structure")
+    val_fraction: float = key(0.1, least=0, below=1, help="of the structures; 0: no validation")
+    max_length: int | None = key(None, least=1, may_change=True,   # it can only refuse pairs
+                                 flag="--max_length",
+                                 help="residues; longer designs are refused, never cut")
+    mutable_positions: str | None = key(
+        None, kind="proteinmpnn", flag="--mutable_positions",
+        help='for pairs that give none: "A12 A15" (chain and number in the file) or "11 14" '
+             '(0-based in the sequence)')
+    mutable_ranges: str | None = key(
+        None, kind="proteinmpnn", flag="--mutable_ranges",
+        help='or ranges, "A10-A20" or "9-19", both ends included')
+    demo_structures: int = key(48, least=1, kind="proteinmpnn", help="of demo pairs")
+    demo_pairs: int = key(8, least=1, kind="proteinmpnn", help="per structure")
 
 
 @dataclass
 class Memory(CommonMemory):
-    # for the policy's training steps only; validation and the reference use float32
-    mixed_precision: bool | Literal["float32", "bfloat16", "float16"] = False
+    mixed_precision: bool | Literal["float32", "bfloat16", "float16"] = key(
+        False, help="for the policy's training steps only; validation and the reference use "
+                    "float32")
 
 
 @dataclass
 class Monitoring(CommonMonitoring):
-    fall: float = 0.02                   # nats per residue; warn if the log-probability of chosen
-    #                                      sequences falls by more
-    n_designs: int = 4                   # per validation structure, drawn at each evaluation
-    design_temperature: float = 0.1
-    design_steps: int = 64               # sedd: of sampling, as in sample_sedd.py
+    fall: float = key(0.02, least=0, may_change=True,
+                      help="nats per residue; warn if the log-probability of chosen sequences "
+                           "falls by more")
+    n_designs: int = key(4, least=0, may_change=True,
+                         help="per validation structure, drawn at each evaluation; 0: none")
+    design_temperature: float = key(0.1, least=0, most=1e3, may_change=True, kind="proteinmpnn",
+                                    help="of these designs")
+    design_steps: int = key(64, least=1, may_change=True, kind="sedd",
+                            help="of sampling, as in sample_sedd.py")
 
 
 @dataclass
@@ -181,45 +221,24 @@ class Config:
     monitoring: Monitoring = field(default_factory=Monitoring)
 
 
-# What a resumed run may change, beside the number of ranks. Files of data and base weights may
-# move: their content is compared. max_length can only refuse pairs.
-MAY_CHANGE = (*MAY_ALWAYS_CHANGE, "monitoring.fall",
-              "monitoring.n_designs", "monitoring.design_temperature",
-              "data.train_data", "data.val_data", "data.max_length", "model.base_model_name",
-              "model.base_model_dir", "model.base", "monitoring.design_steps")
-PER_HOST = ("data.train_data", "data.val_data", "model.base_model_name",
-            "model.base",
-            "model.base_model_dir", "training.num_workers",
-            "memory.max_memory_per_gpu")   # may differ between hosts
 NEEDED = (*ALWAYS_NEEDED, "sums", "seen", "base")   # what a checkpoint must hold
 
 
 def check_config(config: Config, without_data: bool = False) -> None:
-    """Check what types cannot: ranges, and keys that exclude each other. Raises ValueError.
+    """Check what types and limits cannot: keys that exclude each other. Raises ValueError.
 
     without_data: data.train_data may be missing, as --plan needs no pairs."""
-    for key in ("train_data", "val_data", "mutable_positions", "mutable_ranges"):
-        value = getattr(config.data, key)
+    for name in ("train_data", "val_data", "mutable_positions", "mutable_ranges"):
+        value = getattr(config.data, name)
         if value is not None and not value.strip():
-            raise ValueError(f"config: data.{key} is empty; expected a value. If you do not need "
+            raise ValueError(f"config: data.{name} is empty; expected a value. If you do not need "
                              "this key, leave it out.")
     problems = check_common(config)
     problems += check_loss(config.loss)
-    n_designs = config.monitoring.n_designs
-    temperature = config.monitoring.design_temperature
-    if n_designs == 1:
+    if config.monitoring.n_designs == 1:
         problems.append("monitoring.n_designs is 1; expected 0, or 2 and more")
-    if not 0 <= temperature <= 1e3:
-        problems.append(f"monitoring.design_temperature is {temperature}; expected 0 to 1,000")
     problems += check_kind(config)
     problems += KINDS[config.model.kind].check(config, without_data)
-    for key, value in vars(config.model.random).items():
-        if value < 1:
-            problems.append(f"model.random.{key} is {value}; expected at least 1")
-    problems += check_least(config, {
-        "loss": {"gamma": 0, "sft": 0, "diversity_lambda": 0, "native_kl": 0, "n_orders": 1},
-        "data": {"max_length": 1, "demo_structures": 1, "demo_pairs": 1},
-        "monitoring": {"fall": 0, "n_designs": 0}})
     refuse(problems)
 
 
@@ -227,25 +246,23 @@ def check_kind(config):
     """Texts on keys that are for the other kind of model alone."""
     problems = []
     defaults = config_items(Config())
-    for kind, module in KINDS.items():
-        for key, value in config_items(config).items():
-            is_own = key in module.OWN_KEYS
-            if kind != config.model.kind and is_own and value != defaults[key]:
-                problems.append(f"{key} is given, which is for model.kind {kind}, and model.kind "
-                                f"is {config.model.kind}; expected it left out, or that kind")
+    values = config_items(config)
+    for name, kind in kinds_of_keys().items():
+        if kind != config.model.kind and values[name] != defaults[name]:
+            problems.append(f"{name} is given, which is for model.kind {kind}, and model.kind "
+                            f"is {config.model.kind}; expected it left out, or that kind")
     return problems
 
 
+def kinds_of_keys():
+    """{key: the only model.kind that it is for}."""
+    return {name: field.metadata["kind"] for name, field in key_fields(Config).items()
+            if field.metadata.get("kind")}
+
+
 def check_loss(loss):
-    """Texts on values of the section loss."""
+    """Texts on keys of the section loss that the loss does not use."""
     problems = []
-    if not 1e-6 <= loss.beta <= 1e6:
-        problems.append(f"loss.beta is {loss.beta}; expected 1e-6 to 1e6")
-    if not 1e-3 <= loss.temperature <= 1e3:
-        problems.append(f"loss.temperature is {loss.temperature}; expected 0.001 to 1,000")
-    if not 0 <= loss.label_smoothing < 0.5:
-        problems.append(f"loss.label_smoothing is {loss.label_smoothing}; expected 0 up to below "
-                        "0.5")
     if loss.name not in ("robust", "conservative"):
         if loss.label_smoothing not in (0, Loss.label_smoothing):
             problems.append(f"loss.label_smoothing is {loss.label_smoothing}, but loss.name "
@@ -376,7 +393,7 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
     work_dir = Path(work_dir)
     training = config.training
     check_config(config)
-    former = start_or_continue(config, ddp, work_dir, resume, fresh, PER_HOST)
+    former = start_or_continue(config, ddp, work_dir, resume, fresh)
     kind = KINDS[config.model.kind]
     loaded = kind.load(config, ddp)
     data = loaded.data
@@ -387,7 +404,7 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
     bare = loaded.model
     reference = kind.make_reference(loaded, config, ddp)
     anew = kind.options_anew('FORMER' if resume else work_dir)
-    check_checkpoint(former, NEEDED, config, MAY_CHANGE, bare, anew)
+    check_checkpoint(former, NEEDED, config, bare, anew)
     check_data(former, "pairs", data.fingerprint, anew)
     micro_batches = count_micro_batches(former, config, ddp)
     if former.state is not None and former.state["base"] != base_hash:
@@ -537,57 +554,44 @@ def describe_plan(config, ranks):
 
 
 # ---------------------------------------------------------------- main
-FLAGS = {"batch_size": "training.batch_size", "num_epochs": "training.num_epochs",
-         "num_workers": "training.num_workers", "learning_rate": "optim.lr",
-         "weight_decay": "optim.weight_decay", "beta": "loss.beta",
-         "temperature": "loss.temperature", "diversity_lambda": "loss.diversity_lambda",
-         "max_length": "data.max_length", "train_data": "data.train_data",
-         "val_data": "data.val_data", "base": "model.base",
-         "base_model_name": "model.base_model_name", "base_model_dir": "model.base_model_dir",
-         "mutable_positions": "data.mutable_positions", "mutable_ranges": "data.mutable_ranges"}
-SEVERAL_WORDS = ("mutable_positions", "mutable_ranges")   # flags with one or more words
+SEVERAL_WORDS = ("data.mutable_positions", "data.mutable_ranges")   # their options take more words
 
 
 def read_arguments(argv):
     """(options, config) of a command line. Raises ValueError."""
     parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False, config=Config,
-                    epilog="Examples and all config keys: train_dpo_ddp.py, training/config.py.")
+                    epilog="Examples: top of train_dpo_ddp.py.")
     parser.add_argument("--config", help="YAML file; without it the defaults, in runs/dpo")
-    for flag, key in FLAGS.items():
-        names = [f"--{flag}"]
-        if flag == "learning_rate":
-            names.append("--lr")
-        several = {"nargs": "+"} if flag in SEVERAL_WORDS else {}
-        parser.add_argument(*names, help=f"sets {key}", **several)
+    parser.add_key_options(SEVERAL_WORDS)
     parser.add_argument("--no_cuda", action="store_true", help="the same as --device cpu")
     parser.add_argument("--base_model_config_dir",
                         help="ignored: the sizes of the model are read from the weights")
     add_run_arguments(parser, "--output_dir", "--work_dir")
     options = parser.parse_intermixed_args(argv)
+    given = parser.given_keys(options)
     for name in SEVERAL_WORDS:
-        words = getattr(options, name)
-        if words is not None:   # it also took section.key=value
+        if given[name] is not None:   # it also took section.key=value
+            words = given[name]
             options.overrides += [word for word in words if "=" in word]
-            setattr(options, name, " ".join(word for word in words if "=" not in word))
-    given = {key: getattr(options, flag) for flag, key in FLAGS.items()}
+            given[name] = " ".join(word for word in words if "=" not in word)
     config = load_config(Config, options.config, options.overrides, given)
-    check_flags(options, config.model.kind)
-    if options.num_epochs is not None and config.training.n_iters is not None:
-        raise ValueError(f"command line: --num_epochs {options.num_epochs} with training.n_iters "
-                         f"{config.training.n_iters}; expected one of the two "
+    check_flags(given, config.model.kind)
+    if given["training.num_epochs"] is not None and config.training.n_iters is not None:
+        raise ValueError(f"command line: --num_epochs {given['training.num_epochs']} with "
+                         f"training.n_iters {config.training.n_iters}; expected one of the two "
                          "(training.n_iters=null removes it).")
     check_config(config, without_data=options.plan is not None)
     return options, config
 
 
-def check_flags(options, kind):
+def check_flags(given, kind):
     """ValueError for flags of the other kind of model, even if they give the default."""
-    for other, module in KINDS.items():
-        for flag, key in FLAGS.items():
-            if getattr(options, flag) is not None and other != kind and key in module.OWN_KEYS:
-                raise ValueError(f"command line: --{flag} is for model.kind {other}, and "
-                                 f"model.kind is {kind}; expected it left out, or that kind. Base "
-                                 "weights: --base (sedd), --base_model_name (proteinmpnn).")
+    for name, other in kinds_of_keys().items():
+        if given.get(name) is not None and other != kind:
+            flag = key_fields(Config)[name].metadata["flag"]
+            raise ValueError(f"command line: {flag} is for model.kind {other}, and model.kind is "
+                             f"{kind}; expected it left out, or that kind. Base weights: --base "
+                             "(sedd), --base_model_name (proteinmpnn).")
 
 
 def main(argv=None):

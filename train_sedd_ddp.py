@@ -45,7 +45,8 @@ from sedd.weights import noise_of, start_from_weights, unused_noise_keys
 from training.command_line import (add_run_arguments, exit_with, preparing, print_plan, ranks_meet,
                                    read_command)
 from training.config import (CommonMemory, CommonMonitoring, CommonOptim, CommonTraining,
-                             DdpSection, Parser, check_common, check_least, load_config, refuse)
+                             MOST_LR, MOST_STEPS, DdpSection, check_common, key, load_config,
+                             refuse)
 from training.finish import finish_run, say_finished
 from training.folder import take_folder
 from training.log import open_log
@@ -54,87 +55,106 @@ from training.loop import (Run, after_step, check_alike, clip_gradient, fetch, g
                            start_run, step_optimizer)
 from training.meter import bad_steps_field, step_values
 from training.optimizer import state_bytes
+from training.parser import Parser
 from training.peak import choose_peak
 from training.plan import describe_batch, describe_run, plan_head, plan_table, print_lines
 from training.precision import choose_precision, compile_blocks
 from training.profile import StepProfile
-from training.resume import (ALWAYS_NEEDED, MAY_ALWAYS_CHANGE, begin_best_anew,
-                             check_checkpoint, check_data, count_micro_batches,
-                             start_or_continue)
+from training.resume import (ALWAYS_NEEDED, begin_best_anew, check_checkpoint, check_data,
+                             count_micro_batches, start_or_continue)
 
 
 # ---------------------------------------------------------------- config
 @dataclass
 class Training(CommonTraining):
-    batch_size: int | None = None        # proteins per micro-batch, on average
-    tokens_per_batch: int | None = None  # or: tokens per micro-batch, padding included, on average
-    n_iters: int | None = None           # optimizer steps
-    num_epochs: int | None = None        # or: epochs, instead of n_iters
-    eval_freq: int = 500                 # steps between evaluations
-    eval_samples: int = 1                # noise levels per validation protein
-    snapshot_freq: int = 500             # steps between checkpoints
-    init_from: str | None = None         # file of initial weights, see sedd.weights.load_sedd
+    batch_size: int | None = key(None, least=1, help="proteins per micro-batch, on average")
+    tokens_per_batch: int | None = key(
+        None, least=1, help="or: tokens per micro-batch, padding included, on average")
+    n_iters: int | None = key(None, least=1, most=MOST_STEPS, may_change=True,
+                              help="optimizer steps")
+    num_epochs: int | None = key(None, least=1, most=MOST_STEPS, may_change=True,
+                                 help="or: epochs, instead of n_iters")
+    eval_freq: int = key(500, least=1, may_change=True, help="steps between evaluations")
+    eval_samples: int = key(1, least=1, help="noise levels per validation protein")
+    snapshot_freq: int = key(500, least=1, may_change=True, help="steps between checkpoints")
+    init_from: str | None = key(    # the file may move: a hash of the weights must stay
+        None, may_change=True, flag="--init_from",
+        help="initial weights: a checkpoint, run folder, export or published file")
 
 
 @dataclass
 class Optim(CommonOptim):
-    lr: float = 3e-4                     # for base_global_batch; `scale` adapts it to the batch
-    warmup: int = 2500                   # steps of linear warm-up; adapted likewise
-    ema: float = 0.9999                  # decay of the averaged weights
+    lr: float = key(3e-4, least=0, most=MOST_LR,
+                    help="learning rate for base_global_batch; `scale` adapts it to the batch")
+    warmup: int = key(2500, least=0, help="steps of linear warm-up; adapted likewise")
+    ema: float = key(0.9999, least=0, below=1, help="decay of the averaged weights")
 
 
 @dataclass
 class Model:
-    hidden_size: int = 768
-    n_blocks: int = 12
-    n_heads: int = 12
-    cond_dim: int = 128
-    dropout: float = 0.1
-    parameterization: Literal["sedd", "subs"] = "sedd"   # free scores; or masked diffusion
-    init_logits: float = 0.0             # std of the initial logits, see SEDD; 3 learns faster
+    hidden_size: int = key(768, least=1, help="channels of a residue")
+    n_blocks: int = key(12, least=1, help="blocks of attention and MLP")
+    n_heads: int = key(12, least=1, help="heads of attention")
+    cond_dim: int = key(128, least=1, help="size of the embedded noise level")
+    dropout: float = key(0.1, least=0, below=1, help="share of numbers that are dropped")
+    parameterization: Literal["sedd", "subs"] = key(
+        "sedd", help="free scores; or masked diffusion")
+    init_logits: float = key(0.0, least=0,
+                             help="std of the initial logits (sedd/model.py); 3 learns faster")
 
 
 @dataclass
 class Loss:
-    reduction: Literal["residue", "sequence"] = "residue"   # mean over residues or proteins
+    reduction: Literal["residue", "sequence"] = key("residue",
+                                                    help="mean over residues or proteins")
 
 
 @dataclass
 class Noise:
-    type: Literal["loglinear", "geometric", "cosine"] = "loglinear"
-    eps: float = 1e-3                    # loglinear, cosine: share of clean residues at t = 1
-    sigma_min: float = 1e-4              # geometric: sigma at t = 0
-    sigma_max: float = 20.0              # geometric: sigma at t = 1
+    type: Literal["loglinear", "geometric", "cosine"] = key("loglinear",
+                                                           help="rise of the noise with time")
+    eps: float = key(1e-3, help="loglinear, cosine: share of clean residues at t = 1")
+    sigma_min: float = key(1e-4, help="geometric: sigma at t = 0")
+    sigma_max: float = key(20.0, help="geometric: sigma at t = 1")
 
 
 @dataclass
 class GraphSection:
-    type: Literal["absorb", "uniform"] = "absorb"   # noise: masks, or random residues
+    type: Literal["absorb", "uniform"] = key("absorb", help="noise: masks, or random residues")
 
 
 @dataclass
 class Data:
-    file: str | None = None              # sequence file or prepared folder
-    max_length: int = 512
-    long: Literal["crop", "drop"] = "crop"   # what happens to longer proteins
-    min_length: int = 1
-    val_fraction: float = 0.05           # share for validation, by hash of the sequence; 0: none
-    demo_proteins: int | None = None     # without a file: so many of a source with exact likelihood
+    file: str | None = key(None, may_change=True, per_host=True,   # a hash of its content must stay
+                           flag=("--data", "--datafile"),
+                           help="file of proteins, or folder of prepare_uniref50.py")
+    max_length: int = key(512, least=1, help="residues of a protein")
+    long: Literal["crop", "drop"] = key("crop", help="what happens to longer proteins")
+    min_length: int = key(1, least=1, help="residues; shorter proteins are left out")
+    val_fraction: float = key(0.05, least=0, below=1,
+                              help="share for validation, by hash of the sequence; 0: none")
+    demo_proteins: int | None = key(
+        None, least=1, may_change=True,
+        help="without a file: so many of a source with exact likelihood")
 
 
 @dataclass
 class Memory(CommonMemory):
-    gradient_checkpointing: bool = False
-    compile: bool | Literal["auto"] = "auto"   # torch.compile the blocks; auto: on CUDA only
+    gradient_checkpointing: bool = key(False, help="less memory for activations, more time")
+    compile: bool | Literal["auto"] = key("auto", may_change=True,
+                                          help="torch.compile the blocks; auto: on CUDA only")
 
 
 @dataclass
 class Monitoring(CommonMonitoring):
-    sample_frequency: int = 0            # steps between sampled proteins; 0 = only at the end
-    n_samples: int = 8                   # proteins to sample; 0 = none
-    sample_steps: int = 128
-    matmul_tflops: float | None = None   # of a rank's device, as test_dtype.py measures it, for
-    #                                      `mfu` in the log; null: as published for some GPUs
+    sample_frequency: int = key(0, least=0, may_change=True,
+                                help="steps between sampled proteins; 0: only at the end")
+    n_samples: int = key(8, least=0, may_change=True, help="proteins to sample; 0: none")
+    sample_steps: int = key(128, least=1, may_change=True, help="of their sampling")
+    matmul_tflops: float | None = key(
+        None, above=0, may_change=True,
+        help="TFLOP/s of a rank's device, as test_dtype.py measures it, for `mfu` in the log; "
+             "null: as published for some GPUs")
 
 
 @dataclass
@@ -151,17 +171,11 @@ class Config:
     monitoring: Monitoring = field(default_factory=Monitoring)
 
 
-# Keys that may change when a run resumes. The number of ranks may change too.
-# Paths of data and initial weights may change, but a hash of the content must stay the same.
-MAY_CHANGE = (*MAY_ALWAYS_CHANGE, "monitoring.sample_frequency", "monitoring.n_samples",
-              "monitoring.sample_steps", "monitoring.matmul_tflops",
-              "data.file", "data.demo_proteins", "training.init_from")
-PER_HOST = ("data.file", "training.num_workers", "memory.max_memory_per_gpu")   # may differ by host
 NEEDED = (*ALWAYS_NEEDED, "ema", "plan")    # what a checkpoint must hold
 
 
 def check_config(config):
-    """Raise ValueError, naming the key, for bad values that SEDD and make_noise do not check."""
+    """Check what types and limits cannot: keys that exclude each other. Raises ValueError."""
     training = config.training
     problems = check_common(config)
     if (training.batch_size is None) == (training.tokens_per_batch is None):
@@ -171,26 +185,17 @@ def check_config(config):
     if (training.n_iters is None) == (training.num_epochs is None):
         problems.append(f"training.n_iters is {training.n_iters} and training.num_epochs "
                         f"{training.num_epochs}; expected one of the two, and null for the other")
-    if not config.optim.ema < 1:
-        problems.append(f"optim.ema is {config.optim.ema}; expected 0 up to below 1")
-    for key in unused_noise_keys(config.noise):
-        value = getattr(config.noise, key)
-        if value != getattr(Noise, key):
-            problems.append(f"noise.{key} is {value}; expected it left out, as "
+    for name in unused_noise_keys(config.noise):
+        value = getattr(config.noise, name)
+        if value != getattr(Noise, name):
+            problems.append(f"noise.{name} is {value}; expected it left out, as "
                             f"{config.noise.type} noise has none")
     tokens = training.tokens_per_batch
     if tokens is not None and tokens < config.data.max_length:
         problems.append(f"training.tokens_per_batch is {tokens}, data.max_length "
                         f"{config.data.max_length}; expected a budget that holds the longest "
                         "protein")
-    tflops = config.monitoring.matmul_tflops
-    if tflops is not None and not tflops > 0:
-        problems.append(f"monitoring.matmul_tflops is {tflops}; expected more than 0, in TFLOP/s")
-    refuse(problems + check_least(config, least={
-        "training": dict(tokens_per_batch=1, eval_samples=1), "optim": dict(ema=0),
-        "model": dict(hidden_size=1, n_blocks=1, n_heads=1, cond_dim=1, init_logits=0),
-        "data": dict(max_length=1, min_length=1, demo_proteins=1),
-        "monitoring": dict(sample_frequency=0, n_samples=0, sample_steps=1)}))
+    refuse(problems)
 
 
 # ---------------------------------------------------------------- loss
@@ -286,7 +291,7 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False, stage=None):
     the run folder is touched last, when all checks have passed on every rank."""
     work_dir = Path(work_dir)
     check_config(config)
-    former = start_or_continue(config, ddp, work_dir, resume, fresh, PER_HOST)
+    former = start_or_continue(config, ddp, work_dir, resume, fresh)
     graph = make_graph(config.graph.type, N_TOKENS)
     noise = noise_of(vars(config.noise))
     dtype, precision = choose_precision(config, ddp)
@@ -298,8 +303,8 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False, stage=None):
     check_alike({"data (hash)": data.fingerprint["hash"]}, ddp)
     anew = f"--init_from {former.path}"
     # Earlier versions accepted keys of other noise types, so a resumed run may have them.
-    may_change = (*MAY_CHANGE, *(f"noise.{key}" for key in unused_noise_keys(config.noise)))
-    check_checkpoint(former, NEEDED, config, may_change, bare, anew)
+    unused = [f"noise.{name}" for name in unused_noise_keys(config.noise)]
+    check_checkpoint(former, NEEDED, config, bare, anew, unused)
     check_data(former, "proteins", data.fingerprint, anew)
     micro_batches = count_micro_batches(former, config, ddp)
     reader = make_reader(config, data.train, micro_batches, ddp)
@@ -506,18 +511,14 @@ def plan_memory(config, positions):
 def read_arguments(argv):
     """(options, config) of a command line. Raises ValueError."""
     parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False, config=Config,
-                    epilog="Examples: top of this file. Keys: Config there, training/config.py.")
+                    epilog="Examples: top of train_sedd_ddp.py.")
     parser.add_argument("--config", required=True, help="YAML file")
-    parser.add_argument("--data", "--datafile", dest="data",
-                        help="file of proteins, or folder of prepare_uniref50.py (sets data.file)")
+    parser.add_key_options()
     parser.add_argument("--stage", metavar="DIR",
                         help="copy the prepared folder to DIR on each host, and read the copy")
-    parser.add_argument("--init_from", metavar="FILE", help="initial weights: a checkpoint, "
-                        "export or published file (sets training.init_from)")
     add_run_arguments(parser, "--work_dir")
     options = parser.parse_intermixed_args(argv)
-    config = load_config(Config, options.config, options.overrides, {
-        "data.file": options.data or None, "training.init_from": options.init_from})
+    config = load_config(Config, options.config, options.overrides, parser.given_keys(options))
     check_config(config)
     if options.plan is None and names_no_data(config.data):   # a plan can do without
         raise ValueError(NO_DATA)

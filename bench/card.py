@@ -41,7 +41,8 @@ from bench.common import CONFIGS, SCRIPTS, now, say, training_of, write_prepared
 from bench.sedd import PlainSteps
 from ddp_setup import BAD_INPUT
 from sedd.model import flops_per_position
-from training.config import Parser, load_config
+from training.config import load_config
+from training.parser import Parser
 from training.command_line import prepare_and_train
 from training.files import write_text_atomic
 from training.command_line import joined_ranks

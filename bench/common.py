@@ -18,7 +18,7 @@ from sedd.prepared import FORMAT, PARTS, SETS, VERSION
 from proteins.letters import LETTERS, N_TOKENS, X_ID
 from proteins.sequences import sequence_keys
 from training.command_line import add_launch_arguments, started_ranks
-from training.config import Parser
+from training.parser import Parser
 from training.precision import choose_dtype
 from dpo.reference_scores import make_tables
 

@@ -42,7 +42,8 @@ from bench.common import CONFIGS, SCRIPTS, shared_folder, training_of, use_demo_
 from bench.scale_report import report
 from ddp_setup import (BAD_INPUT, Ddp, SetupError, all_mean, all_sum, barrier, detect_launcher,
                        wrap_ddp)
-from training.config import Parser, load_config
+from training.config import load_config
+from training.parser import Parser
 from training.command_line import joined_ranks, prepare_and_train
 from training.files import read_text, write_text_atomic
 from training.launch import run_ranks

@@ -25,12 +25,6 @@ from dpo.preferences import Loaded
 from dpo.reference_scores import WITHOUT_REFERENCE
 from training.resume import before_saving
 
-# Keys that have a meaning for this kind alone.
-OWN_KEYS = ("model.base_model_name", "model.base_model_dir", "model.dropout", "model.random",
-            "loss.order", "loss.n_orders", "loss.share_order", "loss.temperature",
-            "loss.native_kl", "loss.reference", "data.mutable_positions", "data.mutable_ranges",
-            "data.demo_structures", "data.demo_pairs", "monitoring.design_temperature")
-
 
 def check(config: Any, without_data: bool) -> list[str]:
     """Texts on where base weights and pairs come from, and on decoding orders."""

@@ -30,16 +30,12 @@ from dpo.preferences import SUMS, Likelihoods, Loaded, PairValidation, metrics_o
 from dpo.reference_scores import WITHOUT_REFERENCE, kept_scores
 from training.resume import before_saving
 
-# Keys that have a meaning for this kind alone.
-OWN_KEYS = ("model.base", "estimator.samples", "estimator.share", "estimator.fixed",
-            "monitoring.design_steps")
 PER_RESIDUE = ("ipo_norm", "sigmoid_norm", "simpo")   # losses of means over residues
-MOST_SAMPLES = 1024     # noise levels of a pair; far more would not fit into memory
 CACHE_FORMAT = 1    # version of the files of scores; part of the hash that names them
 
 
 def check(config: Any, without_data: bool) -> list[str]:
-    """Texts on where base weights and pairs come from, and on the estimator."""
+    """Texts on where base weights and pairs come from."""
     problems = []
     if config.model.base is None and not without_data:
         problems.append("model.base is not given; expected weights of SEDD (--base): a checkpoint "
@@ -47,13 +43,6 @@ def check(config: Any, without_data: bool) -> list[str]:
     if config.data.train_data is None and not without_data:
         problems.append("data.train_data is not given; expected a file of preference pairs "
                         "(--train_data): preferred_seq and unpreferred_seq, as JSON or as a table")
-    if not 2 <= config.estimator.samples <= MOST_SAMPLES:
-        problems.append(f"estimator.samples is {config.estimator.samples}; expected 2 to "
-                        f"{MOST_SAMPLES:,}: their differences tell how noisy an estimate is, and "
-                        "each is two sequences for the network")
-    if config.monitoring.design_steps < 1:
-        problems.append(f"monitoring.design_steps is {config.monitoring.design_steps}; expected at "
-                        "least 1")
     return problems
 
 

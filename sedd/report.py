@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from training.config import Parser
+from training.parser import Parser
 from training.files import write_whole
 from proteins.tables import refuse_all
 from proteins.letters import AMINO_ACIDS, encode

@@ -26,7 +26,7 @@ from typing import Any
 
 from ddp_setup import (AGAIN, BAD_INPUT, Ddp, abort, detect_launcher, end_watch, setup_ddp,
                        start_watch)
-from training.config import Parser
+from training.parser import Parser
 from training.launch import start_ranks_if_asked
 from training.plan import print_lines
 

@@ -26,14 +26,12 @@ mappings, true, false, yes, no, on, off and null. All else is text, read by the 
 So 010 is 10, and 1:30 is no number (usual YAML 1.1 reads 8 and 90).
 """
 
-import argparse
 import dataclasses
 import difflib
 import json
 import math
 import reprlib
 import re
-import sys
 import types
 import typing
 from dataclasses import dataclass
@@ -49,7 +47,6 @@ MOST_LISTED = 20             # problems of a config
 MOST_STEPS = 10**12          # of a run: a thousand a second for 30 years
 MOST_LR = 1e3                # far above any that trains
 MOST_PROFILED = 50           # steps of a trace, which is in memory up to its end: MBs a step
-MOST_WORKERS = 256           # processes of a rank that prepare batches
 # Keys that are gone, each with the value that a run does without: the default it had, or ANY.
 ANY = object()
 GONE = {"training.min_delta": 0.0, "ddp.static_graph": False, "ddp.broadcast_buffers": False,
@@ -91,12 +88,6 @@ def load_config(cls, path=None, overrides=(), flags=None):
         _put(raw, dotted, value, origins[dotted])
     problems = []
     config = _make_section(cls, raw, "", str(path or "configuration"), origins, cls, problems)
-    other = other_script(raw, cls)
-    if problems and other:
-        raise ValueError(f"{path or 'the command line'} gives keys of {other}, such as "
-                         f"{', '.join(_keys_of_other(raw, cls, other)[:4])}; expected those of "
-                         f"this script. Give it to {other}, or give another --config here (or "
-                         "another run folder, if the file is in one).")
     if len(problems) > MOST_LISTED:
         problems[MOST_LISTED:] = [f"and {len(problems) - MOST_LISTED:,} more problems."]
     if problems:
@@ -148,14 +139,23 @@ def key(default=dataclasses.MISSING, *, help="", may_change=False,  # noqa: PLR0
     return dataclasses.field(default=default, metadata={**metadata, **limits})
 
 
-def other_script(nested, cls) -> str:
-    """Name of the other training script, if a configuration has several of its keys; else "".
+def key_fields(cls) -> dict[str, dataclasses.Field]:
+    """{"section.key": its field, with what `key` says of it} of all keys of a configuration.
 
-    nested: {section: {key: value}} of a configuration. cls: the dataclass of this script."""
-    for script in KEYS_OF:
-        if len(_keys_of_other(nested, cls, script)) > 1:
-            return script
-    return ""
+    cls: its dataclass. A section in a section counts as one key."""
+    found = {}
+    for section in dataclasses.fields(cls):
+        kind = types_of(cls)[section.name]
+        if dataclasses.is_dataclass(kind):
+            found |= {f"{section.name}.{field.name}": field for field in dataclasses.fields(kind)}
+        else:
+            found[section.name] = section
+    return found
+
+
+def keys_that(cls, property) -> tuple[str, ...]:
+    """The keys of a configuration that have a property, such as "may_change", by `key`."""
+    return tuple(name for name, field in key_fields(cls).items() if field.metadata.get(property))
 
 
 def config_to_dict(config) -> dict:
@@ -209,147 +209,95 @@ def dump_yaml(config) -> str:
                           width=100)
 
 
-class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are ValueErrors, with what a misspelled option may mean."""
+# ---- keys that all training scripts share ----
 
-    def __init__(self, *args, config=None, **options):
-        """config: the dataclass whose keys the command line sets with section.key=value, if any."""
-        super().__init__(*args, **options)
-        self.config_keys = _names(config) if config else []
-        self.given = []     # the arguments that are parsed
-
-    def parse_args(self, args=None, namespace=None):
-        self.given = sys.argv[1:] if args is None else args
-        return super().parse_args(args, namespace)
-
-    def parse_intermixed_args(self, args=None, namespace=None):
-        self.given = sys.argv[1:] if args is None else args
-        return super().parse_intermixed_args(args, namespace)
-
-    def error(self, message):   # not printed here, where each of the ranks would print it
-        raise ValueError(f"command line: {self.message(message)}")
-
-    def message(self, found):
-        """A message of argparse, what unknown options may mean, and where all are listed."""
-        return f"{found.removesuffix('.')}.{self.advice()} See --help."
-
-    def advice(self):
-        """What unknown options may mean, as a sentence for each; "" if none is like another."""
-        known = re.findall(r"(?<![\w-])--?[A-Za-z]\w*", self.format_help())
-        sentences = []
-        for word in self.given:
-            name = word.partition("=")[0]
-            if name == "--":    # what follows is no option
-                break
-            if not re.match("--?[A-Za-z]", name) or name in known:
-                continue
-            plain = name.strip("-").replace("-", "_")
-            keys = [f"{key}=VALUE" for key in self.config_keys if f".{key}".endswith(f".{plain}")]
-            near = difflib.get_close_matches(f"--{plain}", known, 1)
-            if keys and near != [f"--{plain}"]:
-                near = keys
-            if near:
-                sentences.append(f" Did you mean {near[0]}, not {name}?")
-        return "".join(dict.fromkeys(sentences))
-
-
-# ---- keys and limits that all training scripts share ----
-
-# Keys by which a config shows for which script it is. Others mean something in both, or are rare.
-KEYS_OF = {
-    "train_sedd_ddp.py": ("graph", "noise", "model.hidden_size", "model.n_blocks", "model.n_heads",
-                          "model.cond_dim", "data.file", "data.demo_proteins", "data.min_length",
-                          "training.tokens_per_batch", "training.eval_samples", "optim.ema",
-                          "monitoring.n_samples", "monitoring.sample_steps"),
-    "train_dpo_ddp.py": ("model.base_model_name", "model.base_model_dir", "loss.name",
-                         "loss.beta", "loss.order", "data.train_data", "data.val_data",
-                         "data.demo_structures", "data.demo_pairs", "monitoring.n_designs")}
-
+StopSignal = Literal["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"]   # a guard passes these to its rank
 
 @dataclass
 class CommonTraining:
     """The keys of section `training` that mean the same in every script."""
-    accum: int = 1                       # micro-batches per rank and optimizer step; or
-    micro_batches: int | None = None     # or: of all ranks together; accum is not used then
-    num_workers: int = 0                 # processes that prepare batches, per rank
-    log_freq: int = 10                   # steps between rows of metrics.jsonl
-    snapshot_minutes: float = 0.0        # at most, from a checkpoint to the next; 0 = no limit
-    keep_last: int = 2                   # checkpoints that are kept: last.pt, last-1.pt, ...
-    max_bad_steps: int = 10              # most steps in a row with a nan or infinite loss or
-    #                                      gradient: they are skipped, one more ends the run
-    stop_signals: tuple[str, ...] = ("SIGTERM", "SIGUSR1", "SIGINT")   # the run saves and stops
-    patience: int | None = None          # evaluations without improvement that stop the run early
-    profile: str | None = None           # "10:13": a trace of steps 10 to 13, see profile.py
-    seed: int = 0
+    accum: int = key(1, least=1, help="micro-batches per rank and optimizer step")
+    # A resumed run may give it: it is compared with the checkpoint's number.
+    micro_batches: int | None = key(None, least=1, may_change=True,
+                                    help="or: those of all ranks together; accum is not used then")
+    num_workers: int = key(0, least=0, most=256, may_change=True, per_host=True,
+                           flag="--num_workers",
+                           help="processes that prepare batches, per rank")
+    log_freq: int = key(10, least=1, may_change=True, help="steps between rows of metrics.jsonl")
+    snapshot_minutes: float = key(0.0, least=0, may_change=True,
+                                  help="at most, from a checkpoint to the next; 0: no limit")
+    keep_last: int = key(2, least=1, may_change=True,
+                         help="checkpoints that are kept: last.pt, last-1.pt, ...")
+    max_bad_steps: int = key(10, least=0, may_change=True,
+                             help="most steps in a row with a nan or infinite loss or gradient: "
+                                  "they are skipped, one more ends the run")
+    stop_signals: tuple[StopSignal, ...] = key(("SIGTERM", "SIGUSR1", "SIGINT"), may_change=True,
+                                               help="the run saves and stops")
+    patience: int | None = key(None, least=1,
+                               help="evaluations without improvement that stop the run early")
+    profile: str | None = key(None, may_change=True,
+                              help="10:13 makes a trace of steps 10 to 13 (training/profile.py)")
+    seed: int = key(0, least=0, help="of all random draws")
 
 
 @dataclass
 class CommonOptim:
     """Scripts add lr (at base_global_batch) and warmup (linear, in steps); `scale` scales both."""
-    name: Literal["adamw", "muon"] = "adamw"   # see training/optimizer.py
-    scale: Literal["none", "linear", "sqrt"] | dict[str, float] = "none"   # or {cap: 4}
-    base_global_batch: int | None = None  # that lr was chosen for; unit: see --plan
-    # of the learning rate. wsd, warm-up, stable, decay: linear in a last part of the run
-    decay: Literal["none", "linear", "cosine", "wsd"] = "none"
-    # number of last steps that decay; below 1: fraction of n_iters; null: all after the warm-up,
-    # for wsd a fifth of n_iters
-    decay_steps: float | None = None
-    min_lr: float = 0.0                  # where the decay ends; like lr: at base_global_batch
-    grad_clip: float = 1.0               # global norm; 0 = none
-    betas: tuple[float, float] = (0.9, 0.999)   # of AdamW, as is eps
-    eps: float = 1e-8
-    weight_decay: float = 0.0
+    name: Literal["adamw", "muon"] = key("adamw", help="see training/optimizer.py")
+    scale: Literal["none", "linear", "sqrt"] | dict[str, float] = key(
+        "none", help="of lr and warmup with the global batch; {cap: 4}: linear up to 4 times")
+    base_global_batch: int | None = key(None, least=1,
+                                        help="that lr was chosen for; unit: see --plan")
+    decay: Literal["none", "linear", "cosine", "wsd"] = key(
+        "none", help="of the learning rate; wsd: linear in a last part of the run")
+    decay_steps: float | None = key(None, above=0,
+                                    help="last steps that decay; below 1: fraction of n_iters; "
+                                         "null: all after the warm-up, for wsd a fifth of n_iters")
+    min_lr: float = key(0.0, least=0, help="where the decay ends; like lr: at base_global_batch")
+    grad_clip: float = key(1.0, least=0, help="largest norm of the gradient; 0: no clipping")
+    betas: tuple[float, float] = key((0.9, 0.999), least=0, below=1, help="of AdamW")
+    eps: float = key(1e-8, above=0, help="of AdamW")
+    weight_decay: float = key(0.0, least=0, flag="--weight_decay",
+                              help="share of a weight that a step takes, times lr")
 
 
 @dataclass
 class CommonMemory:
-    # true: bfloat16 if the device supports it natively, else float32
-    mixed_precision: bool | Literal["float32", "bfloat16", "float16"] = True
-    max_memory_per_gpu: float | None = None  # fraction of the device's memory, not GB
+    mixed_precision: bool | Literal["float32", "bfloat16", "float16"] = key(
+        True, help="true: bfloat16 if the device computes in it, else float32")
+    max_memory_per_gpu: float | None = key(None, above=0, most=1, may_change=True, per_host=True,
+                                           help="fraction of the device's memory, not GB")
 
 
 @dataclass
 class CommonMonitoring:
-    watchdog_minutes: float = 30.0       # without progress, until the run is ended; 0 = off
-    tensorboard: bool = False            # curves in RUN_DIR/tensorboard
-    wandb: dict[str, str] | None = None  # {project, name, mode}, each optional: Weights & Biases
-    check_sync_every: int = 1000         # steps between comparisons of the ranks' weights; 0 = off
-    timing_every: int = 50               # steps between timed steps, see meter.py; 0 = never
-    # every log_freq steps, log the norm per layer; TensorBoard and W&B also get histograms
-    log_gradients: bool = False          # of the gradient, before clipping
-    log_weights: bool = False            # of the weights
+    watchdog_minutes: float = key(30.0, least=0, may_change=True,
+                                  help="without progress, until the run is ended; 0: off")
+    tensorboard: bool = key(False, may_change=True, help="curves in RUN_DIR/tensorboard")
+    wandb: dict[Literal["project", "name", "mode"], str] | None = key(
+        None, may_change=True, help="Weights & Biases: {project, name, mode}, each optional")
+    check_sync_every: int = key(1000, least=0, may_change=True,
+                                help="steps between comparisons of the ranks' weights; 0: off")
+    timing_every: int = key(50, least=0, may_change=True,
+                            help="steps between timed steps (training/meter.py); 0: never")
+    log_gradients: bool = key(False, may_change=True,
+                              help="each log_freq steps, the norm per layer, before clipping; "
+                                   "TensorBoard and W&B also get histograms")
+    log_weights: bool = key(False, may_change=True, help="the same of the weights")
 
 
 @dataclass
 class DdpSection:
-    find_unused_parameters: bool = False
-    gradient_as_bucket_view: bool = True
+    find_unused_parameters: bool = key(False, help="option of DistributedDataParallel")
+    gradient_as_bucket_view: bool = key(True, help="option of DistributedDataParallel")
 
 
-# Smallest allowed values. They do not apply to null, nor to keys that a script does not have.
-LEAST = {"training": dict(batch_size=1, accum=1, micro_batches=1, num_workers=0, n_iters=1,
-                          num_epochs=1, eval_freq=1, log_freq=1, snapshot_freq=1,
-                          snapshot_minutes=0, patience=1, keep_last=1,
-                          max_bad_steps=0),
-         "optim": dict(lr=0, min_lr=0, warmup=0, base_global_batch=1, grad_clip=0, weight_decay=0),
-         "monitoring": dict(watchdog_minutes=0, check_sync_every=0, timing_every=0)}
-STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")   # that a guard passes on to its rank
+def check_common(config) -> list[str]:
+    """Texts on values of the keys of all scripts that do not fit each other, or no `key` can limit.
 
-
-def check_common(config) -> list[str]:  # noqa: C901  (one `if` per key, nothing else)
-    """Texts on values that have the right type but make no sense, of the keys of all scripts.
-
-    A script's check_config adds texts on its own keys, then those of check_least, and gives them
-    all to `refuse`."""
-    training = config.training
+    A script's check_config adds texts on its own keys, and gives them all to `refuse`."""
     optim = config.optim
     problems = []
-    if not 0 <= training.seed < 2**63:
-        problems.append(f"training.seed is {training.seed}; expected 0 to 2**63 - 1")
-    share = config.memory.max_memory_per_gpu
-    if share is not None and not 0 < share <= 1:
-        problems.append(f"memory.max_memory_per_gpu is {share}; expected a share of the memory, "
-                        "above 0 up to 1")
     if optim.scale != "none" and not optim.base_global_batch:
         problems.append(f"optim.scale is {optim.scale} and optim.base_global_batch "
                         f"{optim.base_global_batch}; expected the global batch that lr was chosen "
@@ -358,10 +306,9 @@ def check_common(config) -> list[str]:  # noqa: C901  (one `if` per key, nothing
                                               and optim.scale["cap"] >= 1):
         problems.append(f"optim.scale is {optim.scale}; expected none, linear, sqrt or {{cap: N}} "
                         "with N of at least 1")
-    if optim.decay_steps is not None and (optim.decay == "none" or not optim.decay_steps > 0):
-        problems.append(f"optim.decay_steps is {optim.decay_steps} with optim.decay "
-                        f"{optim.decay}; expected more than 0 (steps, or a share of them below "
-                        "1), and decay linear, cosine or wsd. Without a decay give "
+    if optim.decay_steps is not None and optim.decay == "none":
+        problems.append(f"optim.decay_steps is {optim.decay_steps} with optim.decay none; expected "
+                        "decay linear, cosine or wsd. Without a decay give "
                         "optim.decay_steps=null")
     if optim.min_lr > 0 and optim.decay == "none":
         problems.append(f"optim.min_lr is {optim.min_lr} with optim.decay none; expected a decay "
@@ -370,36 +317,11 @@ def check_common(config) -> list[str]:  # noqa: C901  (one `if` per key, nothing
     elif optim.min_lr > 0 and optim.min_lr > optim.lr:
         problems.append(f"optim.min_lr is {optim.min_lr} and optim.lr {optim.lr}; expected at most "
                         "lr")
-    wandb = config.monitoring.wandb or {}
-    if not set(wandb) <= {"project", "name", "mode"}:
-        problems.append(f"monitoring.wandb has {', '.join(wandb)}; expected some of project, "
-                        "name, mode")
-    if not all(0 <= beta < 1 for beta in optim.betas):
-        problems.append(f"optim.betas is {list(optim.betas)}; expected 0 up to below 1")
-    if not 0 <= config.model.dropout < 1:
-        problems.append(f"model.dropout is {config.model.dropout}; expected 0 up to below 1")
-    if not 0 <= config.data.val_fraction < 1:
-        problems.append(f"data.val_fraction is {config.data.val_fraction}; expected 0 up to below "
-                        "1")
-    if not optim.lr <= MOST_LR:
-        problems.append(f"optim.lr is {optim.lr}; expected at most {MOST_LR:g}")
-    if not optim.eps > 0:
-        problems.append(f"optim.eps is {optim.eps}; expected more than 0")
-    for name in ("n_iters", "num_epochs"):
-        number = getattr(training, name, None)   # each script defines them
-        if number is not None and number > MOST_STEPS:
-            problems.append(f"training.{name} is {number}; expected at most {MOST_STEPS}")
-    if training.num_workers > MOST_WORKERS:
-        problems.append(f"training.num_workers is {training.num_workers}; expected at most "
-                        f"{MOST_WORKERS} per rank")
-    if training.profile is not None:
+    if config.training.profile is not None:
         try:
-            profiled_steps(training.profile)
+            profiled_steps(config.training.profile)
         except ValueError as error:
             problems.append(str(error))
-    if not set(training.stop_signals) <= set(STOP_SIGNALS):
-        problems.append(f"training.stop_signals is {list(training.stop_signals)}; expected some of "
-                        f"{', '.join(STOP_SIGNALS)}")
     return problems
 
 
@@ -412,21 +334,6 @@ def profiled_steps(text) -> tuple[int, int]:
             return first, last
     raise ValueError(f"training.profile is {text!r}; expected the first and the last step of a "
                      f"trace, such as 10:13, at most {MOST_PROFILED} steps")
-
-
-def check_least(config, least=None) -> list[str]:
-    """Texts on numbers below the smallest that are allowed.
-
-    least: the script's own {section: {key: smallest number}}, in addition to LEAST."""
-    least = least or {}
-    problems = []
-    for section in {**LEAST, **least}:
-        smallest = {**LEAST.get(section, {}), **least.get(section, {})}
-        for key, low in smallest.items():
-            value = getattr(getattr(config, section), key, None)
-            if value is not None and value < low:
-                problems.append(f"{section}.{key} is {value}; expected at least {low}")
-    return problems
 
 
 def refuse(problems) -> None:
@@ -491,8 +398,8 @@ def _split_override(text, cls):
     dotted = dotted.strip()
     if not equals or not dotted:
         raise ValueError(f"command line: found {text!r}; expected section.key=value without "
-                         f"blanks around '=', such as {_names(cls)[0]}=...")
-    if dataclasses.is_dataclass(_types(cls).get(dotted)):
+                         f"blanks around '=', such as {names_of_keys(cls)[0]}=...")
+    if dataclasses.is_dataclass(types_of(cls).get(dotted)):
         raise ValueError(f"command line, {text!r}: {dotted!r} is a section; expected one of its "
                          "keys.")
     return dotted, value
@@ -511,45 +418,35 @@ def _put(raw, dotted, value, where):
 
 # ---- dataclasses ----
 
-def _types(cls):
+def types_of(cls):
     """{name of a field: its type}; the type of a section is a dataclass."""
     hints = typing.get_type_hints(cls)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
-def _keys_of_other(nested, cls, script):
-    """Keys of KEYS_OF[script] that a configuration has, and the dataclass cls has not."""
-    given = {*nested, *config_items(nested)}
-    known = {*_types(cls), *_names(cls)}
-    return [key for key in KEYS_OF[script] if key in given - known]
-
-
-def _names(cls, prefix=""):
+def names_of_keys(cls, prefix=""):
     """Dotted names of all keys, including those in sections."""
     names = []
-    for name, kind in _types(cls).items():
+    for name, kind in types_of(cls).items():
         dotted = prefix + name
-        names += _names(kind, dotted + ".") if dataclasses.is_dataclass(kind) else [dotted]
+        names += names_of_keys(kind, dotted + ".") if dataclasses.is_dataclass(kind) else [dotted]
     return names
 
 
 def _takes_text(cls, dotted):
     """Is a key of type str, or str | None?"""
     for name in dotted.split("."):
-        cls = _types(cls)[name]
+        cls = types_of(cls)[name]
     return cls is str or str in typing.get_args(cls)
 
 
 def _unknown(root, cls, key, prefix, where):
     """Error text for a key that section cls does not have; it suggests the most similar key."""
-    here = list(_types(cls))
-    candidates = {name.rpartition(".")[2]: name for name in _names(root)}
+    here = list(types_of(cls))
+    candidates = {name.rpartition(".")[2]: name for name in names_of_keys(root)}
     candidates |= {name: prefix + name for name in here}
     near = difflib.get_close_matches(str(key), candidates, 1)
     advice = f"Did you mean {candidates[near[0]]!r}?" if near else f"Known here: {', '.join(here)}."
-    for script, keys in KEYS_OF.items():
-        if prefix + str(key) in keys:
-            advice = f"It is a key of {script}."
     kind = "key" if prefix else "section or key"
     return f"{where}: unknown {kind} {prefix + str(key)!r}. {advice}"
 
@@ -561,7 +458,7 @@ def _make_section(cls, raw, prefix, path, origins, root, problems):
     to say instead for keys from the command line. root: dataclass of the whole configuration.
     problems: list of error texts, to which this function appends.
     """
-    kinds = _types(cls)
+    kinds = types_of(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}
     values = {}
     for key, value in raw.items():
@@ -610,7 +507,7 @@ def _name_type(kind):
     if origin is list:
         return f"a list, each {_name_type(args[0])}"
     if dataclasses.is_dataclass(kind):
-        return f"a mapping with {', '.join(_types(kind))}"
+        return f"a mapping with {', '.join(types_of(kind))}"
     names = {float: "a number", int: "a whole number", bool: "true or false", str: "text",
              dict: "a mapping {key: value}", list: "a list", type(None): "null"}
     plain = origin or kind
@@ -656,9 +553,10 @@ def _convert(value, kind, place):  # noqa: C901  (one branch per kind of type)
 
 def _convert_to_one(value, kinds, place):
     """The value as the first of the kinds that accepts it."""
+    others = [kind for kind in kinds if kind is not type(None)]
+    if len(others) == 1 and isinstance(value, (dict, list, tuple)):
+        return _convert(value, others[0], place)   # its error names the part that does not fit
     for kind in kinds:
-        if dataclasses.is_dataclass(kind) and isinstance(value, dict):
-            return _convert(value, kind, place)   # its error names the field
         try:
             return _convert(value, kind, place)
         except ValueError:
@@ -669,7 +567,7 @@ def _convert_to_one(value, kinds, place):
 
 def _convert_fields(values, cls, place, prefix):
     """Instance of the dataclass cls. prefix: what to put before the name of a field."""
-    kinds = _types(cls)
+    kinds = types_of(cls)
     fields = {}
     for field in dataclasses.fields(cls):
         kind = kinds[field.name]
@@ -690,8 +588,9 @@ def _has_no_default(field):
 def _check_range(value, field, name):
     """Refuse a number, or a list with one, outside the limits that `key` gave the field."""
     limits = field.metadata
-    numbers = value if isinstance(value, (tuple, list)) else [value]
-    for number in numbers:
+    if isinstance(value, tuple):
+        value = list(value)   # as it is written
+    for number in value if isinstance(value, list) else [value]:
         if type(number) not in (int, float):
             continue
         is_inside = (limits.get("least", number) <= number <= limits.get("most", number)
@@ -703,7 +602,11 @@ def _check_range(value, field, name):
 def _range_text(limits):
     """The limits of a key in words: "at least 0 and below 1"."""
     words = {"least": "at least", "above": "above", "most": "at most", "below": "below"}
-    texts = [f"{text} {limits[name]}" for name, text in words.items() if name in limits]
+    texts = []
+    for name, text in words.items():
+        if name in limits:
+            limit = limits[name]
+            texts.append(f"{text} {limit:g}" if isinstance(limit, float) else f"{text} {limit:,}")
     return " and ".join(texts)
 
 

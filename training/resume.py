@@ -1,7 +1,7 @@
 """The checkpoint that a run continues from: finding it, refusing one that does not fit, saving.
 
-    former = start_or_continue(config, ddp, work_dir, resume, fresh, PER_HOST)
-    check_checkpoint(former, NEEDED, config, MAY_CHANGE, model, anew)   # ValueError: what is wrong
+    former = start_or_continue(config, ddp, work_dir, resume, fresh)
+    check_checkpoint(former, NEEDED, config, model, anew)   # ValueError: what is wrong
     check_data(former, "proteins", fingerprint, anew)
     micro_batches = count_micro_batches(former, config, ddp)
     ...
@@ -19,23 +19,12 @@ from typing import NamedTuple
 import torch
 
 from ddp_setup import broadcast, load_checkpoint, print0, save_checkpoint
-from training.config import config_differences, config_items, config_to_dict, other_script
+from training.config import config_differences, config_items, config_to_dict, keys_that
 from training.folder import MARKS, names_in, refuse_in_use
 from training.log import rows_up_to
 from training.loop import (ADVICE, Diverged, check_alike, check_ranks, is_finished,
                            micro_batches_of, using_checkpoint)
 
-# A resumed run may differ in these keys; scripts add to them.
-# training.micro_batches is compared with the checkpoint's number.
-MAY_ALWAYS_CHANGE = ("training.n_iters", "training.num_epochs", "training.eval_freq",
-                     "training.micro_batches",
-                     "training.log_freq", "training.snapshot_freq", "training.snapshot_minutes",
-                     "training.keep_last", "training.max_bad_steps", "training.stop_signals",
-                     "training.num_workers", "training.profile",
-                     "monitoring.watchdog_minutes", "monitoring.check_sync_every",
-                     "monitoring.tensorboard", "monitoring.wandb", "monitoring.timing_every",
-                     "monitoring.log_gradients", "monitoring.log_weights", "memory.compile",
-                     "memory.max_memory_per_gpu")
 # What every checkpoint to continue from must hold; scripts add to it.
 ALWAYS_NEEDED = ("model", "optimizer", "scaler", "step", "best", "bad_steps", "config",
                  "micro_batches", "lr", "warmup", "data")
@@ -48,12 +37,11 @@ class Former(NamedTuple):
     state: dict | None        # its content
 
 
-def start_or_continue(config, ddp, work_dir, resume, fresh, per_host) -> Former:
+def start_or_continue(config, ddp, work_dir, resume, fresh) -> Former:
     """Decide on rank 0 what to continue from; all ranks read the same checkpoint.
 
     Args:
         work_dir: Path of the run folder. resume, fresh: see find_checkpoint.
-        per_host: keys that may differ between ranks.
     Raises: ValueError on every rank, also for a config that is not the same on all."""
     if fresh and resume:
         raise ValueError("--fresh and --resume exclude each other: start over, or continue.")
@@ -64,7 +52,7 @@ def start_or_continue(config, ddp, work_dir, resume, fresh, per_host) -> Former:
         folder = "" if Path(resume).name == "checkpoints" else "checkpoints"
         raise ValueError(f"--resume {resume} is a folder; expected a checkpoint, such as "
                          f"{Path(resume) / folder / 'last.pt'}.")
-    check_alike(config_items(config, per_host), ddp)
+    check_alike(config_items(config, keys_that(type(config), "per_host")), ddp)
     path = None
     if ddp.is_main:
         path = find_checkpoint(work_dir, resume, fresh)
@@ -76,17 +64,7 @@ def start_or_continue(config, ddp, work_dir, resume, fresh, per_host) -> Former:
     if not isinstance(state, dict):
         raise ValueError(f"{path} holds {type(state).__name__}; expected a checkpoint of this "
                          "training script.")
-    with using_checkpoint(path):
-        refuse_other_script(path, state, config)
     return Former(path, state)
-
-
-def refuse_other_script(path, state, config) -> None:
-    """Raise ValueError, naming it, if the other training script saved this checkpoint."""
-    other = other_script(state.get("config", {}), type(config))
-    if other:
-        raise ValueError(f"{path} is a checkpoint of {other}; expected one of this script. Give it "
-                         f"to {other}, or give another --work_dir or --resume here.")
 
 
 def find_checkpoint(run_dir, resume, fresh) -> str | None:
@@ -123,15 +101,16 @@ def find_checkpoint(run_dir, resume, fresh) -> str | None:
     return str(last) if saved and not fresh else None
 
 
-def check_checkpoint(former, needed, config, may_change, model, anew) -> None:
+def check_checkpoint(former, needed, config, model, anew, ignored=()) -> None:
     """Refuse a checkpoint that does not fit the config and the model, or holds nan or infinity.
 
     Args:
         former: a Former. Without a state, nothing is checked.
         needed: keys that the state must have.
-        config: the config now. may_change: keys that may differ from the checkpoint's config.
+        config: the config now; keys that may_change may differ from the checkpoint's config.
         model: of the expected shapes.
         anew: options that start a new run from this run's weights, for messages.
+        ignored: more keys that may differ.
     Raises: ValueError."""
     path, state = former
     if state is None:
@@ -141,14 +120,15 @@ def check_checkpoint(former, needed, config, may_change, model, anew) -> None:
         raise ValueError(f"{path} has no {', '.join(absent)}; expected a checkpoint of this "
                          "training script.")
     with using_checkpoint(path):
-        differences = config_differences(state["config"], config, may_change)
+        differences = config_differences(
+            state["config"], config, (*keys_that(type(config), "may_change"), *ignored))
         if differences:
             lines = "\n    ".join(differences)
             same_model = not any(line.startswith(("model.", "graph.")) for line in differences)
             raise ValueError(f"{path} was trained with another config:\n    {lines}\n  Expected "
                              "the same. Give another --work_dir, or --fresh to start over."
                              f"{further_training(anew) if same_model else ''} (Keys that may "
-                             "differ: MAY_CHANGE in the training script.)")
+                             "differ are marked * in --help.)")
         check_weights(path, state["model"], model)
 
 

@@ -833,7 +833,7 @@ def test_bad_input_is_refused_with_one_message_and_leaves_nothing(files):
         ("", "data.train_data is not given"),
         ("""data.train_data="''" """, "data.train_data is empty"),
         (base + "--mutable_ranges training.accum=2", "data.mutable_ranges is empty"),
-        (base + "--beta 1e-300", "loss.beta is 1e-300; expected 1e-6"),
+        (base + "--beta 1e-300", "loss.beta is 1e-300; expected at least 1e-06"),
         (base + "training.n_iters=4", "--num_epochs 1 with training.n_iters 4"),
         (base + "loss.label_smoothing=0.2", "loss.name robust or conservative"),
         (base + "loss.name=simpo loss.reference=unfolded", "loss.name simpo uses no reference"),

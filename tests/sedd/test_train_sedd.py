@@ -828,7 +828,7 @@ def test_bad_input_is_refused_with_one_message_and_leaves_nothing(straight, fast
     (tmp_path / "project" / "src").mkdir(parents=True)
     (tmp_path / "project" / ".notes.tmp").touch()
     alone = [("--config typo.yaml optim.lr=fast", "unknown key 'optim.lrr'",   # all at once
-              "section 'noise' is '7'", "'optim.lr=fast': optim.lr: found 'fast'"),
+              "section 'noise' is '7'", "'optim.lr=fast': optim.lr is 'fast'"),
              ("", "--config"), ("--nnodes 1", "arguments are required: --config"),
              ("--config none.yaml", "none.yaml cannot be read")]
     more = [   # words after good ones, what is said about them
@@ -838,21 +838,21 @@ def test_bad_input_is_refused_with_one_message_and_leaves_nothing(straight, fast
         ("--work_dir c.yaml/run", "cannot write into", "c.yaml/run: Not a directory"),
         ("--work_dir /proc/nope", "cannot write into /proc/nope"),
         ("--work_dir ''", "an argument is empty"), ("optim.eps=0", "optim.eps is 0"),
-        (f"training.seed={2**63}", f"training.seed is {2**63}; expected 0 to"),
+        (f"training.seed={2**63}", f"training.seed is '{2**63}'; expected a whole number"),
         ("--work_dir done optim.ema=1", "optim.ema is 1"), ("noise.eps=0", "noise.eps = 0"),
         ("optim.betas=[0.9,1.0]", "optim.betas is [0.9, 1"),
         ("noise.sigma_max=9", "noise.sigma_max is 9.0; expected it left out, as loglinear"),
         ("noise.type=geometric noise.eps=0.1", "noise.eps is 0.1"),
         ("training.accum=0", "training.accum is 0; expected at least 1"),
-        (f"training.n_iters={10**30}", "n_iters is 1000", "expected at most 1000000000000"),
-        ("training.num_workers=100000", "num_workers is 100000; expected at most 256"),
+        (f"training.n_iters={10**30}", "n_iters is '1000", "expected a whole number"),
+        ("training.num_workers=100000", "num_workers is 100000; expected at least 0 and at most"),
         ("training.tokens_per_batch=400", "expected one of the two"),
         ("training.num_epochs=2", "num_epochs 2; expected one of the two, and null for the other"),
         ("optim.scale=linear", "optim.base_global_batch None"),
-        ("monitoring.matmul_tflops=0", "matmul_tflops is 0.0; expected more than 0"),
+        ("monitoring.matmul_tflops=0", "matmul_tflops is 0.0; expected above 0"),
         ("optim.decay_steps=9", "decay_steps is 9.0 with optim.decay none",
          "give optim.decay_steps=null"),
-        ("training.stop_signals=[SIGTERM,SIGXCPU]", "stop_signals is ['SIGTERM', 'SIGXCPU']"),
+        ("training.stop_signals=[SIGTERM,SIGXCPU]", "stop_signals[1] is 'SIGXCPU'"),
         ("graph.type=uniform model.parameterization=subs", "Use 'subs' with the absorbing graph"),
         ("model.n_heads=5", "n_heads = 5", "n_heads one of 1, 2, 4, 8, 16"),
         ("--plan 1,x", "--plan 1,x"),
