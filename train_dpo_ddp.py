@@ -339,9 +339,9 @@ def objective(likelihoods: Likelihoods, batch: dict, reference: torch.Tensor,
 
 
 def micro_batch_loss(model, batch, reference, config, ddp, dtype):
-    """Three sums over the pairs of a micro-batch: weight x loss, in nats; (11,) the 9 SUMS times
-    weight, then the numbers of pairs and residues; weights, by whose global sum the loss is
-    divided."""
+    """Sums over the pairs of a micro-batch: weight x loss, in nats; and (11,) the 9 SUMS times
+    weight, then the numbers of pairs and residues. global_gradient divides the loss by the sum of
+    the weights of the global batch."""
     batch = reference.to_device(batch)
     ref = reference.scores(batch, reference.table)   # outside autocast: in float32
     with autocast(dtype, ddp):
@@ -353,7 +353,7 @@ def micro_batch_loss(model, batch, reference, config, ddp, dtype):
     residues = metrics["residues"].double().sum()
     pairs = residues.new_full((), len(loss))
     sums = torch.cat([weighted, torch.stack([pairs, residues])])
-    return (weight * loss).sum(), sums, weight.double().sum()
+    return (weight * loss).sum(), sums
 
 
 # ---------------------------------------------------------------- data
@@ -371,6 +371,7 @@ class MicroBatchDataset(torch.utils.data.Dataset):
         step, micro, epoch, indices = item
         batch = self.make_batch(indices, epoch=epoch)
         batch["seed"] = seed_for(self.seed, "dropout", step, micro)
+        batch["count"] = float(batch["pair_weight"].double().sum())
         return batch
 
 
@@ -415,7 +416,6 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
     plan = PairPlan(data.train, training.seed, micro_batches, training.batch_size)
     batch = micro_batches * training.batch_size
     lr_batch = min(batch, len(data.train))   # a small file does not fill the global batch
-    total_weight = sum(pair.weight for pair in data.train)
     validation = None
     if data.val:
         validation = kind.make_validation(loaded, reference, config, objective)
@@ -432,8 +432,7 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
         seen=SEEN, global_batch=batch, work_dir=work_dir, fingerprint=data.fingerprint, dtype=dtype,
         validation=validation, model_kind=kind, pairs=data.train, base=base_hash,
         reference=reference, make_batch=kind.batch_maker(data.train, config, loaded),
-        sums=sums.to(ddp.device),
-        expected_count=batch * total_weight / len(data.train))
+        sums=sums.to(ddp.device))
     lines = describe_data(run, loaded, precision, ddp)
     print_lines(ddp, lines + describe_run(run, former.state, "pairs", lr_batch, ddp))
     take_folder(run, ddp, fresh, ("checkpoints", "reference", "designs"))
@@ -487,8 +486,7 @@ def train(run, ddp):  # noqa: C901  (the loop of a run on one screen, in the ord
         profile.begin(progress["step"] + 1)
         set_learning_rate(run)
         micro_batches = fetch(run, batches)
-        totals, norm = global_gradient(run.model, micro_batches, loss_of, ddp, run.expected_count,
-                                       run)
+        totals, norm = global_gradient(run.model, micro_batches, loss_of, ddp, run)
         run.sums += torch.where(totals.bad > 0, 0.0, totals.packed)
         norm = clip_gradient(run, norm)
         step_optimizer(run, totals)   # a bad step changes nothing

@@ -202,19 +202,31 @@ def check_config(config):
 def micro_batch_loss(model, batch, graph, config, ddp, dtype):
     """Loss of one micro-batch of MicroBatchDataset. Padding and unknown residues X do not count.
 
-    Returns: (sum of the loss in nats; (3,) sums for the log: loss, residues, tokens; number of
-    residues or proteins). global_gradient divides by this number, summed over the global batch.
+    Returns: (sum of the loss in nats; (3,) sums for the log: loss, residues, tokens). The loss is
+    divided by the sum of batch["count"] over the global batch: see count_of and global_gradient.
     """
     batch = to_device(batch, ddp.device, next(model.parameters()).dtype)
     xt, x0, mask, sigma, dsigma = (batch[k] for k in ("xt", "x0", "mask", "sigma", "dsigma"))
     with autocast(dtype, ddp):
         log_score = model(xt, sigma, None if batch["full"] else mask)
-    counted = mask & (x0 != X_ID)
+    counted = is_counted(x0, mask)
     loss, residues = score_entropy_loss(log_score, sigma, dsigma, xt, x0, graph, counted)
     total = loss.sum()
-    count = residues.sum() if config.loss.reduction == "residue" else (residues > 0).sum()
     tokens = total.new_full((), x0.numel(), dtype=torch.float64)   # padding included
-    return total, torch.stack([total.detach().double(), residues.sum(), tokens]), count
+    return total, torch.stack([total.detach().double(), residues.sum(), tokens])
+
+
+def is_counted(x0, mask):
+    """(B, L) bool: the residues that the loss is of. x0, mask: as of MicroBatchDataset."""
+    return mask & (x0 != X_ID)
+
+
+def count_of(x0, mask, reduction):
+    """What the mean loss of a micro-batch is taken over: its number of residues, or of proteins.
+
+    x0, mask: as of MicroBatchDataset. reduction: loss.reduction of the config."""
+    residues = is_counted(x0, mask).sum(1)
+    return int(residues.sum() if reduction == "residue" else (residues > 0).sum())
 
 
 # ---------------------------------------------------------------- data
@@ -223,15 +235,17 @@ class MicroBatchDataset(torch.utils.data.Dataset):
 
     It adds the noise on the CPU, so that any device and number of workers gives the same batch.
     Items are dicts of x0 (clean) and xt (noised), (B, L) int64 with L = width; mask (B, L) bool,
-    False = padding; full, bool: no padding; sigma, dsigma (B,) float64; seed, int: of dropout.
+    False = padding; full, bool: no padding; sigma, dsigma (B,) float64; seed, int: of dropout;
+    count, int: see count_of.
     """
 
-    def __init__(self, graph, noise, max_length, micro_batches, seed):
+    def __init__(self, graph, noise, max_length, micro_batches, seed, reduction):
         self.graph = graph
         self.noise = noise
         self.max_length = max_length
         self.micro_batches = micro_batches
         self.seed = seed
+        self.reduction = reduction
 
     def __getitem__(self, item):
         step, micro, epoch, proteins, width = item
@@ -245,7 +259,8 @@ class MicroBatchDataset(torch.utils.data.Dataset):
         xt = self.graph.corrupt(x0, sigma, keyed_generator(self.seed, "noise", step, micro))
         return {"x0": x0, "xt": torch.where(mask, xt, X_ID), "mask": mask, "full": bool(mask.all()),
                 "sigma": sigma, "dsigma": dsigma,
-                "seed": seed_for(self.seed, "dropout", step, micro)}
+                "seed": seed_for(self.seed, "dropout", step, micro),
+                "count": count_of(x0, mask, self.reduction)}
 
 
 def make_batch_plan(config, length_counts, micro_batches):
@@ -321,9 +336,6 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False, stage=None):
     if data.val is not None:
         val = apply_max_length(data.val, config.data.max_length, config.data.long)
         validation = Validation(val, config, graph, noise, letters, data.source)
-    expected_count = float(batch)   # of what the loss is the mean over
-    if config.loss.reduction == "residue" and config.training.batch_size:
-        expected_count *= plan.residues / plan.proteins
 
     def make_ema(parameters):
         return EMA(parameters, config.optim.ema)
@@ -334,8 +346,7 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False, stage=None):
         progress={"recent": [0.0, 0.0]},   # logged losses since the last evaluation: sum, number
         seen=("residues", "tokens"), global_batch=batch, work_dir=work_dir,
         fingerprint=data.fingerprint, dtype=dtype, validation=validation, letters=letters,
-        graph=graph, noise=noise, plan=plan, init_from=init_from,
-        expected_count=expected_count)
+        graph=graph, noise=noise, plan=plan, init_from=init_from)
     if not is_finished(run):
         reader.item_of(run.progress["step"], run.sampler.mine[0])   # raises if data is damaged
     lines += describe_data(run, data, precision + compiled, ddp) + measure_mfu(run, ddp)
@@ -401,7 +412,7 @@ def train(run, ddp):  # noqa: C901  (the loop of a run on one screen, in the ord
         return micro_batch_loss(model, batch, run.graph, config, ddp, run.dtype)
 
     dataset = MicroBatchDataset(run.graph, run.noise, config.data.max_length, run.micro_batches,
-                                training.seed)
+                                training.seed, config.loss.reduction)
     batches = open_batches(run, dataset, loss_of, ddp)
     began = time.perf_counter()
     values = {}
@@ -410,9 +421,8 @@ def train(run, ddp):  # noqa: C901  (the loop of a run on one screen, in the ord
         profile.begin(progress["step"] + 1)
         set_learning_rate(run)
         micro_batches = fetch(run, batches)
-        # of the mean loss over the micro-batches of all ranks, and the sums that this needs
-        totals, norm = global_gradient(run.model, micro_batches, loss_of, ddp, run.expected_count,
-                                       run)
+        # of the mean loss over the micro-batches of all ranks
+        totals, norm = global_gradient(run.model, micro_batches, loss_of, ddp, run)
         norm = clip_gradient(run, norm)
         step_optimizer(run, totals)   # a bad step changes nothing
         step = progress["step"]

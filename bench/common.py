@@ -132,7 +132,7 @@ def training_of(run, what, ddp):
     seed = config.training.seed
     if what == "sedd":
         dataset = sedd.MicroBatchDataset(run.graph, run.noise, config.data.max_length,
-                                         run.micro_batches, seed)
+                                         run.micro_batches, seed, config.loss.reduction)
     else:
         make_tables(run, ddp)
         dataset = dpo.MicroBatchDataset(run.make_batch, seed)

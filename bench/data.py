@@ -32,7 +32,6 @@ BYTES_PER_PROTEIN = 300     # of a prepared set on disk
 MOST_READ = 20_000          # most micro-batches of a window that are read
 MOST_LANES = 64             # most micro-batches of a step that are read
 PROTEINS_TO_TRAIN = 100_000
-RESIDUES = 2048.0           # nominal budget of a micro-batch in training
 
 
 def bench_data(args, ddp):
@@ -155,7 +154,8 @@ def train_from_both(args, folder, ddp):
     noise = make_noise("loglinear")
     model = wrap_ddp(make_model(config, graph).to(ddp.device), ddp)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    dataset = MicroBatchDataset(graph, noise, config.data.max_length, ddp.world_size, 0)
+    dataset = MicroBatchDataset(graph, noise, config.data.max_length, ddp.world_size, 0,
+                                config.loss.reduction)
     on_disk = PreparedProteins(folder)
 
     def loss_of(model, batch):
@@ -172,7 +172,7 @@ def train_from_both(args, folder, ddp):
             batch = dataset[item]
             residues += float(batch["mask"].sum())
             if train:
-                global_gradient(model, [batch], loss_of, ddp, RESIDUES)
+                global_gradient(model, [batch], loss_of, ddp)
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
         if ddp.device.type != "cpu":

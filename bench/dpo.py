@@ -208,8 +208,8 @@ class DpoSteps:
         start = self.clock()
         batch = make_batch(self.pairs, indices, self.config.loss, 0, epoch)
         self.loading += self.clock() - start
-        totals, norm = global_gradient(model, [{**batch, "seed": 0}], self.loss_of, self.ddp,
-                                       self.batch_size)
+        batch = {**batch, "seed": 0, "count": len(indices)}
+        totals, norm = global_gradient(model, [batch], self.loss_of, self.ddp)
         return totals.sums[0] / totals.count, norm
 
     def loss_of(self, model, batch):

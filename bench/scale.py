@@ -238,8 +238,7 @@ def measure_noise(run, dataset, loss_of, args, ddp):
         together = None     # the sum of the gradients times their counts
         count = 0.0
         for _ in range(NOISE_MICRO_BATCHES):
-            totals, norm = global_gradient(run.bare, [dataset[next(items)]], loss_of, alone,
-                                           run.expected_count)
+            totals, norm = global_gradient(run.bare, [dataset[next(items)]], loss_of, alone)
             n = float(totals.count)
             count += n
             small_batches.append((float(norm)**2, 1 / n))

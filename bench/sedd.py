@@ -99,7 +99,8 @@ def print_rows(run, name, length, repeats, ddp):
         for p in run.bare.parameters():
             p += 0.05 * torch.randn(p.shape, generator=generator).to(p.device)
     plain = PlainSteps(copy.deepcopy(run.bare), run.config, length, ddp)
-    dataset = MicroBatchDataset(run.graph, run.noise, length, run.micro_batches, 0)
+    dataset = MicroBatchDataset(run.graph, run.noise, length, run.micro_batches, 0,
+                                run.config.loss.reduction)
     say(f"{name}: comparing the results")
     differences = {dtype: compare(run, plain, dataset, dtype, ddp) for dtype in dtypes}
     times = time_in_turns(run, name, plain, dataset, dtypes, repeats, ddp)
@@ -152,7 +153,8 @@ def compare(run, plain, dataset, dtype, ddp):
     n = len(batch["x0"])
     for block in run.bare.train().blocks:
         block.dropout = 0.0
-    totals, norm = global_gradient(run.model, [batch], loss_in(dtype, run, ddp), ddp, n)
+    batch["count"] = n
+    totals, norm = global_gradient(run.model, [batch], loss_in(dtype, run, ddp), ddp)
     for block in run.bare.blocks:
         block.dropout = run.config.model.dropout
     batch = to_device(batch, ddp.device, torch.float32)

@@ -125,7 +125,7 @@ def gradients(model, schedule, dataset, loss_of, ddp, whole=None, static=False):
     wrapped = wrap_ddp(model, ddp, static_graph=static)
     if ddp.world_size > 1:   # as open_batches does
         warm_up = dataset[schedule.item_of(0, schedule.mine[0])]
-        global_gradient(wrapped, [warm_up], loss_of, ddp, expected_count=123.0)
+        global_gradient(wrapped, [warm_up], loss_of, ddp)
         model.zero_grad()
     items = iter(schedule)
     found = []
@@ -135,7 +135,7 @@ def gradients(model, schedule, dataset, loss_of, ddp, whole=None, static=False):
             loss.backward()
         else:
             totals, _ = global_gradient(wrapped, [dataset[next(items)] for _ in schedule.mine],
-                                        loss_of, ddp, expected_count=123.0)
+                                        loss_of, ddp)
             loss = totals.sums[0] / totals.count
         found.append({"loss": loss.detach().clone(),
                       **{name: p.grad.clone() for name, p in model.named_parameters()}})
@@ -206,6 +206,7 @@ def dataset_of(run, what, ddp):
     seed = run.config.training.seed
     if what == "sedd":
         return train_sedd_ddp.MicroBatchDataset(run.graph, run.noise, run.config.data.max_length,
-                                                run.micro_batches, seed)
+                                                run.micro_batches, seed,
+                                                run.config.loss.reduction)
     make_tables(run, ddp)
     return train_dpo_ddp.MicroBatchDataset(run.make_batch, seed)

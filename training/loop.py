@@ -5,7 +5,7 @@
     while ...:                                        # a step
         set_learning_rate(run)
         micro_batches = fetch(run, batches)
-        totals, norm = global_gradient(run.model, micro_batches, loss_of, ddp, ...)
+        totals, norm = global_gradient(run.model, micro_batches, loss_of, ddp, run)
         norm = clip_gradient(run, norm)
         step_optimizer(run, totals)
         reason = after_step(run, ddp, at_once)        # to stop here, or ""
@@ -115,7 +115,6 @@ class Run:
     steps_per_epoch: int
     micro_batches: int         # per global batch
     global_batch: int          # in proteins, tokens or pairs
-    expected_count: float      # residues, proteins or pairs in a global batch, roughly
     lr: float                  # full rate, scaled, as is warmup (steps)
     warmup: int
     meter: StepMeter           # measures time, memory, gradients
@@ -298,7 +297,7 @@ def open_batches(run, dataset, loss_of, ddp):
     run.bare.train()
     if ddp.world_size > 1:
         item = run.sampler.item_of(run.progress["step"], run.sampler.mine[0])
-        global_gradient(run.model, [dataset[item]], loss_of, ddp, run.expected_count)
+        global_gradient(run.model, [dataset[item]], loss_of, ddp)
         run.optimizer.zero_grad(set_to_none=True)
     run.meter.restart()
     return batches
@@ -323,7 +322,7 @@ class Totals(NamedTuple):
     """Sums over all ranks of one step, float64, on the device."""
     packed: torch.Tensor     # one tensor, of which the others are views: one all-reduce, one copy
     sums: torch.Tensor       # (n,) as the script's micro_batch_loss returns them
-    count: torch.Tensor      # residues, proteins or pairs that the mean loss is taken over
+    count: torch.Tensor      # see global_count
     bad: torch.Tensor        # number of ranks with a nan or infinite loss or gradient
     bad_loss: torch.Tensor   # number of ranks with a nan or infinite loss
     requests: torch.Tensor   # number of ranks that ask all to stop or to save
@@ -355,40 +354,54 @@ def fetch(run, batches) -> list[dict]:
     return run.meter.fetch(batches, len(run.sampler.mine), run.progress["step"] + 1)
 
 
-def global_gradient(model, batches, loss_of, ddp, expected_count,
-                    run=None) -> tuple[Totals, torch.Tensor]:
+def global_count(batches, ddp) -> torch.Tensor:
+    """What the mean loss of the global batch is taken over, (), float64, on the device: the sum of
+    "count" (residues, proteins or weights of pairs) of the micro-batches of all ranks."""
+    own = sum(batch["count"] for batch in batches)
+    # `full` writes on the device; a copy from the host would make it wait
+    return all_sum(torch.full((), own, dtype=torch.float64, device=ddp.device), ddp)
+
+
+def global_gradient(model, batches, loss_of, ddp, run=None) -> tuple[Totals, torch.Tensor]:
     """Leave the gradient of the mean loss over the global batch in .grad on every rank.
 
-    The mean is over `count` residues or pairs, which is known only after all micro-batches. So
-    backward runs on (loss sum) / expected_count. Then one small all-reduce gives `count`, and all
-    gradients are multiplied by ranks x expected_count / count (DDP had divided them by ranks). The
-    result does not depend on expected_count, but a value near `count` keeps float16 gradients
-    in range. Nothing here makes the host wait for the device.
+    The counts of all micro-batches are summed first; then each loss sum is divided by this number
+    before its backward pass. Nothing here makes the host wait for the device.
 
     Args:
         model: the model wrapped in DDP.
-        batches: this rank's micro-batches, each with a "seed" for dropout.
-        loss_of: function (model, batch) -> (loss sum, sums (n,) to add up, count).
+        batches: this rank's micro-batches, each with its "count" and a "seed" for dropout.
+        loss_of: function (model, batch) -> (loss sum, sums (n,) to add up).
         run: the Run whose step this is: its scaler and meter are used, and it may ask all ranks to
             save. None: the gradient alone, as for a warm-up.
-    Returns: (Totals, norm of the gradient). If totals.bad is not 0, all gradients are nan.
+    Returns: (Totals, norm of the gradient). If totals.bad is not 0, the norm and at least one
+        gradient are nan, on all ranks.
     """
     meter = run.meter if run else StepMeter(ddp)
+    in_float16 = run is not None and run.scaler.is_enabled()
+    count = global_count(batches, ddp)
+    meter.lap("exchange")
+    factor = 1 / torch.where(count > 0, count, 1.0)   # avoids 1 / 0
+    if not in_float16:
+        factor = factor * ddp.world_size   # by which DDP divides
     own = None   # Totals of this rank
     for k, batch in enumerate(batches):
         torch.manual_seed(batch["seed"])   # dropout depends on the micro-batch, not the rank
         with gradient_sync(model, last=k == len(batches) - 1), meter.passes(model):
-            loss, sums, count = loss_of(model, batch)
-            scaled = loss / expected_count
-            if run:
-                scaled = run.scaler.scale(scaled)
-            scaled.backward()
+            loss, sums = loss_of(model, batch)
+            part = loss * factor.to(loss.dtype)
+            if in_float16:
+                part = run.scaler.scale(part)
+            part.backward()
         if own is None:
             own = unpack(torch.zeros(len(sums) + N_SCALARS, dtype=torch.float64, device=ddp.device))
         own.sums.add_(sums.detach())   # this adds to own.packed
-        own.count.add_(count)
         own.bad_loss.add_(~loss.detach().isfinite())
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    if in_float16:
+        # Not before: the largest gradient in float16 must not depend on the number of ranks.
+        for gradient in gradients:
+            gradient.mul_(ddp.world_size)
     norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
     own.bad_loss.copy_(own.bad_loss > 0)
     own.bad.copy_((own.bad_loss > 0) | ~norm.isfinite())
@@ -396,11 +409,11 @@ def global_gradient(model, batches, loss_of, ddp, expected_count,
     meter.lap("optimizer")   # time since the last lap: for norm and flags
     totals = unpack(all_sum(own.packed, ddp))
     meter.lap("exchange")
-    count = torch.where(totals.count > 0, totals.count, 1.0)   # avoids 0 / 0
-    factor = ddp.world_size * expected_count / count
-    factor = torch.where(totals.bad > 0, math.nan, factor).to(gradients[0].dtype)
-    torch._foreach_mul_(gradients, factor)
-    return totals, norm * factor
+    totals.count.copy_(count)
+    # A nan loss on one rank may leave the gradients finite; a GradScaler looks at these alone.
+    spoil = torch.where(totals.bad > 0, math.nan, 1.0)
+    gradients[0].mul_(spoil)
+    return totals, norm * spoil
 
 
 def save_wanted(run, ddp) -> bool:
@@ -456,7 +469,7 @@ def take_step(run, batches, loss_of, ddp) -> tuple[Totals, torch.Tensor]:
     Returns: (Totals, norm of the gradient before clipping)."""
     set_learning_rate(run)
     micro_batches = fetch(run, batches)
-    totals, norm = global_gradient(run.model, micro_batches, loss_of, ddp, run.expected_count, run)
+    totals, norm = global_gradient(run.model, micro_batches, loss_of, ddp, run)
     norm = clip_gradient(run, norm)
     step_optimizer(run, totals)
     return totals, norm

@@ -5,8 +5,8 @@ A timed step (every monitoring.timing_every-th) is cut into parts, whose shares 
     data       this rank waits for its micro-batches
     compute    forward and backward passes, until this rank has computed its last gradient. DDP's
                all-reduce overlaps with the backward pass, and the overlapping part costs no time
-    exchange   what the step then waits for: the rest of the all-reduce, and the sum over ranks of
-               counts and flags. It includes the wait for slower ranks
+    exchange   what the step then waits for: the rest of the all-reduce, and the sums over ranks of
+               counts (before the passes) and flags. It includes the wait for slower ranks
     optimizer  the rest: gradient norm, clipping, optimizer (with Muon its exchange of weights), EMA
 
 All parts but the exchange are a rank's own time; the slowest rank is the one with most of it. On a

@@ -129,14 +129,15 @@ def test_the_noise_scale_is_that_of_gaussian_gradients():
     random = torch.Generator().manual_seed(1)
     g = torch.full((50,), 2 / 50**0.5)
     sizes = (4, 10, 16)
-    batches = [{"seed": 0, "x": g + 5**0.5 * torch.randn(sizes[k % 3], 50, generator=random)}
+    batches = [{"seed": 0, "count": sizes[k % 3],
+                "x": g + 5**0.5 * torch.randn(sizes[k % 3], 50, generator=random)}
                for k in range(320)]
     model = torch.nn.Linear(50, 1, bias=False)
-    run = SimpleNamespace(bare=model, optimizer=model, expected_count=7.0,
-                          micro_batches=2, global_batch=2 * 2 * 3 / sum(1 / n for n in sizes),
+    run = SimpleNamespace(bare=model, optimizer=model, micro_batches=2,
+                          global_batch=2 * 2 * 3 / sum(1 / n for n in sizes),
                           sampler=SimpleNamespace(mine=range(1), item_of=lambda step, _: step))
     found = measure_noise(run, batches, lambda model, batch: (
-        model(batch["x"]).sum(), torch.zeros(1), len(batch["x"])),
+        model(batch["x"]).sum(), torch.zeros(1)),
         SimpleNamespace(what="dpo", steps=40, train=0), Ddp())
     trace, square = noise_scale(**found)
     assert trace == pytest.approx(2 * 5 * 50, rel=0.1) and square == pytest.approx(4, rel=0.1)

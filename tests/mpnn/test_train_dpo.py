@@ -539,10 +539,10 @@ def test_falling_chosen_sequences_are_warned_of_once_and_sft_holds_them(tmp_path
 NAN_LOSS = """
 real, calls = script.micro_batch_loss, []
 def micro_batch_loss(*arguments):
-    loss, sums, count = real(*arguments)
+    loss, sums = real(*arguments)
     calls.append(1)
     bad = float("nan") if rank == 1 and len(calls) - 1 in (3, 6, 7, 8) else 1.0
-    return loss * bad, sums * bad, count
+    return loss * bad, sums * bad
 script.micro_batch_loss = micro_batch_loss
 """
 
@@ -866,8 +866,8 @@ sys.argv += ["--train_data", f"pairs{rank}.json", "--base_model_dir", f"w{rank}"
 
 def test_a_run_without_a_good_step_says_so(tmp_path, monkeypatch):
     def nan_loss(*arguments):
-        loss, sums, weights = micro_batch_loss(*arguments)
-        return math.nan * loss, math.nan * sums, weights
+        loss, sums = micro_batch_loss(*arguments)
+        return math.nan * loss, math.nan * sums
 
     monkeypatch.setattr(train_dpo_ddp, "micro_batch_loss", nan_loss)
     with pytest.raises(RuntimeError, match="all steps had a nan or infinite loss.*optim.lr"):

@@ -135,7 +135,8 @@ def gradients_of(fasta, ddp, dtype, reduction, micro, static, by_definition=Fals
     for p in model.parameters():   # zeros of a fresh model have zero gradients behind them
         p.data += 0.1 * torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.dtype)
     reader = train_sedd_ddp.make_reader(config, read_sequences(fasta)[0], micro, ddp)
-    dataset = MicroBatchDataset(graph, noise, config.data.max_length, micro, config.training.seed)
+    dataset = MicroBatchDataset(graph, noise, config.data.max_length, micro, config.training.seed,
+                                reduction)
 
     def loss_of(model, batch):
         return train_sedd_ddp.micro_batch_loss(model, batch, graph, config, ddp, torch.float32)
@@ -177,7 +178,7 @@ def test_accumulated_gradients_are_those_of_one_backward_over_the_global_batch(f
 def test_noise_is_keyed_by_step_and_micro_batch_at_times_that_hit_each_stratum_once(fasta):
     proteins = read_sequences(fasta)[0].subset(np.arange(16))
     dataset = MicroBatchDataset(make_graph("absorb", N_TOKENS), make_noise("loglinear"), 50, 4,
-                                seed=1)
+                                seed=1, reduction="residue")
     batches = [[dataset[step, micro, 0, proteins, 60] for micro in range(4)] for step in range(6)]
     orders = set()
     for step in batches:

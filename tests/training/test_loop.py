@@ -101,12 +101,77 @@ def test_a_bad_step_is_counted_and_changes_nothing_else(optimizer, first):
 
 def test_a_step_with_a_gradient_of_nan_is_bad_whatever_its_loss():
     def loss_with_nan_gradient(model, batch):
-        loss, sums, count = loss_of_toy(model, batch)
-        return loss + (0 * model.weight).sum().sqrt(), sums, count
+        loss, sums = loss_of_toy(model, batch)
+        return loss + (0 * model.weight).sum().sqrt(), sums
 
     run = toy(optimizer="adamw")
     _, _, moved = next(steps(run, 1, loss_of=loss_with_nan_gradient))
     assert moved == 0 and run.progress["bad_steps"] == [1, 1]
+
+
+def a_step_with_a_nan_loss_on_rank_1(ddp, in_float16):
+    """(how far it moved the weights of each rank, bad steps, scale of the loss)."""
+    def nan_loss(model, batch):
+        loss, sums = loss_of_toy(model, batch)
+        if ddp.rank == 1:
+            loss = loss + math.nan   # whose gradient is finite
+        return loss, sums
+
+    run = toy(ddp=ddp, micro_batches=3, optimizer="adamw")
+    if in_float16:
+        run.scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    _, norm, moved = next(steps(run, 1, ddp=ddp, loss_of=nan_loss))
+    return all_sum(moved, ddp), run.progress["bad_steps"], run.scaler.get_scale(), math.isnan(norm)
+
+
+def test_all_ranks_skip_a_step_in_which_the_loss_of_one_is_nan(tmp_path):
+    """Also where its gradient is finite. In float16 the scale falls, as after an overflow."""
+    call = "[a_step_with_a_nan_loss_on_rank_1(ddp, in_float16) for in_float16 in (False, True)]"
+    plain, in_float16 = on_ranks(3, "test_loop", call, tmp_path)
+    assert plain == (0.0, [1, 1], 1.0, True)
+    assert in_float16 == (0.0, [1, 1], 32.0, True)
+
+
+def gradients_in_float16(ddp):
+    """The scaled gradients that two micro-batches leave, as the device sees them in float16."""
+    seen = []
+
+    def watched_loss(model, batch):
+        loss, sums = loss_of_toy(model, batch)
+        loss.register_hook(lambda gradient: seen.append(float(gradient)))
+        return loss, sums
+
+    run = toy(ddp=ddp, micro_batches=2, optimizer="adamw")
+    run.scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    next(steps(run, 1, ddp=ddp, loss_of=watched_loss))
+    return seen[-1], [p.flatten().tolist() for p in run.bare.parameters()]
+
+
+def test_the_range_of_gradients_in_float16_does_not_depend_on_the_number_of_ranks(tmp_path):
+    """So a step overflows on any number of ranks, or on none."""
+    (one, weights), (two, same) = (on_ranks(n, "test_loop", "gradients_in_float16(ddp)", tmp_path)
+                                   for n in (1, 2))
+    assert one == two == pytest.approx(64 / 3)   # of three rows
+    for a, b in zip(weights, same, strict=True):
+        assert a == pytest.approx(b, rel=1e-6)
+
+
+def test_a_global_batch_in_which_nothing_counts_changes_nothing():
+    class Unknown(Rows):
+        def __getitem__(self, item):
+            return {**super().__getitem__(item), "count": 0}
+
+    def masked_loss(model, batch):
+        loss, sums = loss_of_toy(model, batch)
+        return 0 * loss, 0 * sums
+
+    run = toy()
+    before = copy.deepcopy(run.bare.state_dict())
+    batches = open_batches(run, Unknown(), masked_loss, Ddp())
+    _, norm = take_step(run, batches, masked_loss, Ddp())
+    read_totals(run)
+    assert float(norm) == 0 and run.progress["bad_steps"] == [0, 0]
+    torch.testing.assert_close(run.bare.state_dict(), before, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("rate", [{"lr": 1e18}, {"lr": math.nan}, {"lr": -0.5}, {"warmup": 10**9}])
