@@ -165,8 +165,8 @@ def test_residues_of_mmcif_that_would_be_lost_are_refused(tmp_path, text, says):
     (both(CHAIN, CHAIN.replace("A 1\n", "A 2\n")), "ARI"),
     (CHAIN.replace("502 ? ", "502 A ").replace(" 106 A ", " 105 A "), "ARI"),
     (both(CHAIN, FAR.replace(" 500 ", " 600 ").replace(" 501 ", " 601 ")), "ARI" + 94 * "X" + "KL"),
-], ids=["no codes or models", "no author chains", "blank author chains", "two models", "an insertion code",
-        "label chains that count on"])
+], ids=["no codes or models", "no author chains", "blank author chains", "two models",
+        "an insertion code", "label chains that count on"])
 def test_residues_of_mmcif_that_are_told_apart_are_all_read(tmp_path, text, letters):
     chain = next(iter(read_text(tmp_path, "s.cif", text).chains.values()))
     assert decode(chain.S) == letters and chain.resolved.sum() == len(letters.replace("X", ""))
