@@ -91,7 +91,6 @@ import numpy as np
 import torch
 
 from mpnn.batches import collate_complexes
-from mpnn.fast_cpu import speed_up
 from mpnn.model import MAX_TEMPERATURE, decoding_order, gumbel_noise, load_proteinmpnn
 from proteins.mutations import describe_skipped, place_all, read_mutations
 from mpnn.published import find_weights
@@ -104,6 +103,7 @@ from mpnn.variants import log_probs_decoded_last
 from proteins.letters import LETTERS, X_ID
 from proteins.seeds import keyed_generator
 from proteins.sequences import named_sequences
+from training.fast_linear import fast_linear
 from training.parser import Parser
 from training.files import check_writable, write_whole
 
@@ -637,8 +637,7 @@ def run(args):
     files = output_files(args, paths)
     device = choose_device(args.device)
     args.many_in_one = len(paths) > 1 and args.out_folder is None
-    model = load_proteinmpnn(args.checkpoint).eval().to(device)
-    speed_up(model)
+    model = load_proteinmpnn(args.checkpoint, product=fast_linear).eval().to(device)
     designs = read_designs(paths, args, model.ca_only)
     given = [read_given(args, design) for design in designs]
     texts = []
@@ -712,8 +711,7 @@ def write_scores(out, proteins, scores):
 
 def load_for_scoring(path, device):
     """A model in eval mode, on the device."""
-    model = load_proteinmpnn(str(path)).eval().to(device)
-    speed_up(model)
+    model = load_proteinmpnn(str(path), product=fast_linear).eval().to(device)
     return model
 
 

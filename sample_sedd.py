@@ -70,7 +70,6 @@ from proteins.tables import refuse_all
 from proteins.mutations import describe_skipped, place_all, place_on_sequences, read_mutations
 from mpnn.variant_tables import check_measured, check_no_score, report_text, table_text
 from sedd.diffusion import sample, sample_scheduled
-from sedd.fast_cpu import scores_at_masks_only
 from sedd.evaluation import BoundEstimator, draw_lengths, perplexity
 from sedd.weights import export_sedd, load_sedd
 from sedd.batches import eval_batches
@@ -146,7 +145,7 @@ def sample_sequences(sedd, templates, steps=128,   # noqa: PLR0913  (all have a 
             if on_step is not None:
                 on_step(own_draws)
 
-        with autocast(dtype, ddp), scores_at_masks_only(sedd.model):
+        with autocast(dtype, ddp):
             drawn = draw(log_score, sedd.graph, sedd.noise, tuple(given.shape), steps,
                          predictor=predictor, fixed=(given.clamp(min=0), given >= 0),
                          forbidden=(X_ID,), mask=real, device=ddp.device,
@@ -174,7 +173,8 @@ def in_groups(sedd, lengths):
         real = torch.arange(width) < lengths[rows][:, None]
         mask = None if bool(real.all()) else real.to(xt.device)
         rows = rows.to(xt.device)
-        return sedd.model(xt[rows, :width], sigma[rows], mask)
+        part = xt[rows, :width]
+        return sedd.model(part, sigma[rows], mask, sedd.graph.wanted(part))
 
     def log_score(xt, sigma, unmasked=None):
         changes = None      # (B,) bool: whether a sequence may change

@@ -25,15 +25,14 @@ from torch import nn
 from torch.utils.benchmark import Timer, timer
 
 from ddp_setup import Ddp, autocast, gather, grad_scaler, print0
-import mpnn.fast_cpu
 from mpnn.model import ProteinMPNN
+from training.fast_linear import fast_linear
 from training.parser import Parser
 from training.peak import matmul_rows, measure_matmul
 from training.command_line import add_launch_arguments, started_ranks
 from training.precision import choose_dtype
 from sedd.diffusion import AbsorbingGraph, make_noise, sample, score_entropy_loss
-from sedd.fast_cpu import speed_up
-from sedd.model import SEDD
+from sedd.fast_cpu import FastSEDD
 
 FAILED = 3                  # exit code
 FLOAT64 = torch.float64
@@ -83,10 +82,8 @@ def random_sedd(width, blocks, B, L):
 
     Weights that start at zero are randomised too: otherwise the output would not depend on sigma.
     """
-    # eval mode: in training, log scores of known residues are computed on devices but not on CPUs.
-    model = SEDD(GRAPH.vocab_size, width, blocks, 4, dropout=0.0, forbidden=(X_ID,),
-                 init_logits=1.0).eval()
-    speed_up(model)
+    model = FastSEDD(GRAPH.vocab_size, width, blocks, 4, dropout=0.0, forbidden=(X_ID,),
+                     init_logits=1.0)
     for parameter in model.parameters():
         if not parameter.any():
             nn.init.normal_(parameter, std=0.1)
@@ -107,8 +104,7 @@ def sedd_step(model, batch, dtype, ddp):
 
 def random_proteinmpnn(width, edges, M, L):
     """(model in float32, batch) on the CPU: M sequences on a random walk of 3.8 Angstrom steps."""
-    model = ProteinMPNN(num_edges=edges, hidden_size=width)
-    mpnn.fast_cpu.speed_up(model)
+    model = ProteinMPNN(num_edges=edges, hidden_size=width, product=fast_linear)
     walk = 3.8 * F.normalize(torch.randn(1, L, 3), dim=-1).cumsum(1)
     X = walk[:, :, None] + torch.randn(1, L, 4, 3)
     ones = torch.ones(1, L, dtype=torch.int64)

@@ -36,8 +36,8 @@ from sedd.data import NO_DATA, load_data, missing_data, names_no_data
 from sedd.diffusion import make_graph, score_entropy_loss, stratified_times
 from sedd.evaluation import (TIME_EPS, Validation, evaluate, evaluate_start, result_lines, save,
                              write_samples)
-from sedd.fast_cpu import speed_up
-from sedd.model import EMA, SEDD, describe_memory, flops_per_position
+from sedd.fast_cpu import FastSEDD
+from sedd.model import EMA, describe_memory, flops_per_position
 from proteins.letters import N_TOKENS, X_ID
 from proteins.seeds import keyed_generator
 from proteins.sequences import apply_max_length, collate, random_crops
@@ -208,7 +208,7 @@ def micro_batch_loss(model, batch, graph, config, ddp, dtype):
     batch = to_device(batch, ddp.device, next(model.parameters()).dtype)
     xt, x0, mask, sigma, dsigma = (batch[k] for k in ("xt", "x0", "mask", "sigma", "dsigma"))
     with autocast(dtype, ddp):
-        log_score = model(xt, sigma, None if batch["full"] else mask)
+        log_score = model(xt, sigma, None if batch["full"] else mask, graph.wanted(xt))
     counted = is_counted(x0, mask)
     loss, residues = score_entropy_loss(log_score, sigma, dsigma, xt, x0, graph, counted)
     total = loss.sum()
@@ -284,10 +284,8 @@ def make_reader(config, proteins, micro_batches, ddp):
 # ---------------------------------------------------------------- prepare
 def make_model(config, graph):
     """A SEDD of random weights, drawn from torch's generator."""
-    model = SEDD(graph.vocab_size, **vars(config.model), scale_by_sigma=graph.absorb,
-                 forbidden=(X_ID,), gradient_checkpointing=config.memory.gradient_checkpointing)
-    speed_up(model)   # on a CPU
-    return model
+    return FastSEDD(graph.vocab_size, **vars(config.model), scale_by_sigma=graph.absorb,
+                    forbidden=(X_ID,), gradient_checkpointing=config.memory.gradient_checkpointing)
 
 
 @dataclass(kw_only=True)

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-import mpnn.fast_cpu
 import train_dpo_ddp as dpo
 from bench.common import (CommandParser, computes_in_bfloat16, now, read_options,
                           run_on_one_rank, say)
@@ -27,6 +26,7 @@ from mpnn.model import ATOMS, PAIRS, random_proteinmpnn
 from mpnn.pairs import Pair, describe, read_pairs
 from mpnn.reference import Reference
 from proteins.structures import NAMES, Complex, read_structure
+from training.fast_linear import fast_linear
 from training.loop import global_gradient
 from dpo.pair_plan import PairPlan
 
@@ -145,8 +145,7 @@ class DpoSteps:
         self.config = dpo.Config()
         self.config.loss.order = order
         self.dtype = getattr(torch, dtype)
-        self.base = random_proteinmpnn(0).eval()
-        mpnn.fast_cpu.speed_up(self.base)
+        self.base = random_proteinmpnn(0, product=fast_linear).eval()
         policy = copy.deepcopy(self.base)
         self.base = self.base.to(ddp.device)
         with torch.no_grad():               # move it: if it equals the reference, losses are log 2

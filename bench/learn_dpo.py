@@ -38,7 +38,6 @@ import pairs_from_scores
 from bench.common import CONFIGS, CommandParser, read_options, run_on_ranks
 from ddp_setup import AGAIN, all_sum, broadcast, print0
 from mpnn.evaluation import Validation, native_pairs
-from mpnn.fast_cpu import speed_up
 from mpnn.model import load_proteinmpnn
 from proteins.mutations import place_all, read_mutations
 from mpnn.pairs import Pair
@@ -47,6 +46,7 @@ from mpnn.variant_tables import Scoring, check_measured, correlate_proteins
 from mpnn.variants import score_alone, score_variants
 from train_dpo_ddp import Config, Loss, objective, prepare, train
 from training.config import load_config
+from training.fast_linear import fast_linear
 from training.files import write_text_atomic
 from training.command_line import prepare_and_train
 from dpo.preferences import unpack_sums
@@ -162,7 +162,8 @@ def result_of(recipe, seed, pairs, judge, args, ddp):
     # Measured on the same proteins: else the base, which is measured anew, differs.
     if kept is not None and kept["step"] == result["step"] and kept.get("base") == judge.base:
         return kept
-    model = load_proteinmpnn(str(work_dir / "latest_model.pt")).eval().to(ddp.device)
+    model = load_proteinmpnn(str(work_dir / "latest_model.pt"), product=fast_linear)
+    model = model.eval().to(ddp.device)
     with silence():
         values = {"step": result["step"], "base": judge.base, "cpu_minutes": float(minutes),
                   **judge.measure(model)}
@@ -215,7 +216,6 @@ class Judge:
 
     def measure(self, model):
         """{column: number} of weights; without CPU minutes."""
-        speed_up(model)
         scores = self.of_variants(lambda protein: score_variants(
             model, protein.complex, protein.changes, *Scoring()))
         plain = self.correlate(scores)

@@ -21,8 +21,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-import mpnn.fast_cpu
-import sedd.fast_cpu
 from bench.common import (CommandParser, computes_in_bfloat16, now, read_options,
                           run_on_one_rank, say)
 from bench.dpo import (plain_encode, plain_gather, plain_centre, plain_linear, plain_message,
@@ -33,9 +31,10 @@ from mpnn.model import decoding_order, random_proteinmpnn
 from proteins.structures import Complex, read_structure
 from sample_sedd import FREE, sample_sequences
 from sedd.diffusion import AbsorbingGraph, make_noise
-from sedd.model import SEDD
+from sedd.fast_cpu import FastSEDD
 from proteins.letters import N_TOKENS, X_ID
 from sedd.weights import Sedd
+from training.fast_linear import fast_linear
 
 TITLES = {"sedd": "SEDD", "subs": "SEDD subs", "mpnn": "ProteinMPNN"}
 PLAIN_STEPS = 8             # steps of the plain SEDD that are timed, at most
@@ -126,12 +125,11 @@ def random_sedd(device, parameterization="sedd"):
     """A Sedd of random weights, all of which matter, with the network of `bench sedd`."""
     graph = AbsorbingGraph(N_TOKENS)
     torch.manual_seed(0)
-    model = SEDD(graph.vocab_size, **NETWORK, forbidden=(X_ID,),
-                 parameterization=parameterization).eval()
+    model = FastSEDD(graph.vocab_size, **NETWORK, forbidden=(X_ID,),
+                     parameterization=parameterization).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.05 * torch.randn(parameter.shape)
-    sedd.fast_cpu.speed_up(model)
     return Sedd(model.to(device), graph, make_noise("loglinear"), {}, None, None, 10**6, {}, ())
 
 
@@ -178,9 +176,7 @@ def mpnn_samplers(folder, length, batch, ddp):
     """{name: function ()} that draws `batch` designs of a structure: see print_rows."""
     path = folder / f"{length}.pdb"
     write_demo_pdb(path, length)
-    model = random_proteinmpnn(0).eval()
-    mpnn.fast_cpu.speed_up(model)
-    model = model.to(ddp.device)
+    model = random_proteinmpnn(0, product=fast_linear).eval().to(ddp.device)
     structure = read_structure(path)
     tensors = collate_complexes([Complex(structure, sorted(structure.chains))])
     tensors = {name: tensors[name].to(ddp.device)

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from bench.common import now, read_options, run_on_one_rank, say
-from mpnn.fast_cpu import speed_up
 from mpnn.model import random_proteinmpnn
 from proteins.structures import Chain, Complex, Structure, read_structure
+from training.fast_linear import fast_linear
 from mpnn.variants import encode_complex, log_probs_decoded_last, variant_order
 
 LENGTHS = (60, 150, 300)    # of made structures
@@ -33,8 +33,7 @@ def bench_variants(args, ddp):
         complexes = [(path.name, whole_complex(path)) for path in args.structures]
     else:
         complexes = [(f"{length} residues, made", made_complex(length)) for length in LENGTHS]
-    model = random_proteinmpnn(0).eval().to(ddp.device)
-    speed_up(model)
+    model = random_proteinmpnn(0, product=fast_linear).eval().to(ddp.device)
     print(f"log-probabilities of a residue given all others, {ddp.device}, in turns, median of "
           f"{args.repeats}\n{'':<30}{'milliseconds a residue':^26}\n{'':<30}{'a pass each':>12}"
           f"{'one pass':>10}{'ratio':>8}  {'(min-max)':<13}{'difference':>10}")

@@ -14,7 +14,7 @@ numbers are computed with less work. Features are made for the K nearest neighbo
 layer on concatenated [centre | edge | neighbour] is the sum of three blocks, of which those of
 centre and neighbour are applied to L residues, not to L x K edges. The last linear layer of a
 message is applied after the sum over neighbours. Padding never changes a score. Float64 (with X in
-float64) and autocast work. Needs torch only. On some CPUs mpnn/fast_cpu.py makes it faster.
+float64) and autocast work. Needs torch only.
 Source: Dauparas et al. 2022, Science 378, 49; published code and weights:
 github.com/dauparas/ProteinMPNN.
 """
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import os
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -98,25 +98,27 @@ class ProteinMPNN(nn.Module):
     noise_level: Angstrom of backbone noise with which the weights were trained. It is only stored
                  in the file; this class adds no noise to X.
     ca_only:     the input is CA atoms alone; only the features of edges differ.
+    product:     computes the large products: F.linear, or what gives the same numbers faster, such
+                 as training/fast_linear.py on some CPUs. See Linear.
     """
 
     def __init__(  # noqa: PLR0913  (the sizes, each with the published default)
             self, num_edges: int = 48, hidden_size: int = 128, n_encoder: int = 3,
             n_decoder: int = 3, dropout: float = 0.0, noise_level: float = 0.0,
-            ca_only: bool = False):
+            ca_only: bool = False, product: Callable = F.linear):
         super().__init__()
         self.num_edges = num_edges
         self.noise_level = noise_level
         self.ca_only = ca_only
-        self.features = EdgeFeatures(hidden_size, ca_only)
+        self.features = EdgeFeatures(hidden_size, ca_only, product)
         if ca_only:
             self.W_v = Unused(weight=(hidden_size, hidden_size), bias=(hidden_size,))
-        self.W_e = nn.Linear(hidden_size, hidden_size)
+        self.W_e = Linear(hidden_size, hidden_size, product=product)
         self.W_s = nn.Embedding(len(ALPHABET), hidden_size)
         self.encoder_layers = nn.ModuleList(
-            EncoderLayer(hidden_size, dropout) for _ in range(n_encoder))
+            EncoderLayer(hidden_size, dropout, product) for _ in range(n_encoder))
         self.decoder_layers = nn.ModuleList(
-            DecoderLayer(hidden_size, dropout) for _ in range(n_decoder))
+            DecoderLayer(hidden_size, dropout, product) for _ in range(n_decoder))
         self.W_out = nn.Linear(hidden_size, len(ALPHABET))
         for parameter in self.parameters():
             if parameter.dim() > 1:
@@ -387,7 +389,7 @@ class EdgeFeatures(nn.Module):
     """Graph -> E (B, L, K, H), from edges' offsets in the chain and 25 distances x 16 Gaussians; in
     a CA-only model from 9 distances and the orientation."""
 
-    def __init__(self, hidden_size, ca_only):
+    def __init__(self, hidden_size, ca_only, product):
         super().__init__()
         self.n_orientation = N_ORIENTATION if ca_only else 0
         n_features = N_CA_FEATURES if ca_only else N_FEATURES
@@ -395,7 +397,7 @@ class EdgeFeatures(nn.Module):
         self.embeddings.linear = nn.Linear(N_CLASSES, N_POSITIONAL)
         if ca_only:
             self.node_embedding = Unused(weight=(hidden_size, 3))
-        self.edge_embedding = BlockLinear(n_features, hidden_size, bias=False)
+        self.edge_embedding = Linear(n_features, hidden_size, bias=False, product=product)
         if ca_only:
             self.norm_nodes = Unused(weight=(hidden_size,), bias=(hidden_size,))
         self.norm_edges = Norm(hidden_size)
@@ -446,13 +448,13 @@ class Norm(nn.LayerNorm):
 class EncoderLayer(nn.Module):
     """Messages from neighbours to a residue, then an update of its edges."""
 
-    def __init__(self, hidden_size, dropout):
+    def __init__(self, hidden_size, dropout, product):
         super().__init__()
         self.drop = nn.Dropout(dropout)
         self.norm1, self.norm2, self.norm3 = (Norm(hidden_size) for _ in range(3))
-        self.W1, self.W2, self.W3 = message_layers(3, hidden_size)
-        self.W11, self.W12, self.W13 = message_layers(3, hidden_size)
-        self.dense = FeedForward(hidden_size)
+        self.W1, self.W2, self.W3 = message_layers(3, hidden_size, product)
+        self.W11, self.W12, self.W13 = message_layers(3, hidden_size, product)
+        self.dense = FeedForward(hidden_size, product)
 
     def forward(self, h_V, h_E, graph):
         hidden = self.hidden(self.W1, self.W2, h_V, h_E, graph.E_idx)
@@ -478,12 +480,12 @@ class DecoderLayer(nn.Module):
     all residues, or on those of one step.
     """
 
-    def __init__(self, hidden_size, dropout):
+    def __init__(self, hidden_size, dropout, product):
         super().__init__()
         self.drop = nn.Dropout(dropout)
         self.norm1, self.norm2 = (Norm(hidden_size) for _ in range(2))
-        self.W1, self.W2, self.W3 = message_layers(4, hidden_size)
-        self.dense = FeedForward(hidden_size)
+        self.W1, self.W2, self.W3 = message_layers(4, hidden_size, product)
+        self.dense = FeedForward(hidden_size, product)
 
     def forward(self, h_V, edges, neighbours, present, mask):
         """Update residues.
@@ -526,33 +528,37 @@ class DecoderLayer(nn.Module):
 class FeedForward(nn.Module):
     """Two linear layers on each residue."""
 
-    def __init__(self, hidden_size):
+    def __init__(self, hidden_size, product):
         super().__init__()
-        self.W_in = nn.Linear(hidden_size, 4 * hidden_size)
-        self.W_out = nn.Linear(4 * hidden_size, hidden_size)
+        self.W_in = Linear(hidden_size, 4 * hidden_size, product=product)
+        self.W_out = Linear(4 * hidden_size, hidden_size, product=product)
 
     def forward(self, h):
         return self.W_out(F.gelu(self.W_in(h)))
 
 
-class BlockLinear(nn.Linear):
-    """A linear layer on concatenated inputs that multiplies each input by its block of the weight,
-    so that what belongs to residues is multiplied once per residue, not once per edge."""
+class Linear(nn.Linear):
+    """A linear layer computed by `product`, a function of x (..., n), weight (m, n) and bias (m,)
+    or None -> (..., m). Its parts may be: of concatenated inputs each is multiplied by its block of
+    the weight, so that what belongs to residues is multiplied once per residue, not per edge."""
+
+    def __init__(self, n_in, n_out, bias=True, product=F.linear):
+        super().__init__(n_in, n_out, bias)
+        self.product = product
+
+    def forward(self, x):
+        return self.product(x, self.weight, self.bias)
 
     def blocks(self):
         """The weight, split into one (H, H) block per input of H numbers."""
         return self.weight.split(self.out_features, dim=1)
 
-    def product(self, x, block):
-        """x (B, L, K, n) of edges, multiplied by a block (H, n) of the weight -> (B, L, K, H).
-        mpnn/fast_cpu.py has another one for some CPUs."""
-        return F.linear(x, block)
 
-
-def message_layers(n_inputs, hidden_size):
+def message_layers(n_inputs, hidden_size, product):
     """The three linear layers of a message; the first is on n_inputs concatenated inputs."""
-    return (BlockLinear(n_inputs * hidden_size, hidden_size),
-            nn.Linear(hidden_size, hidden_size), nn.Linear(hidden_size, hidden_size))
+    return (Linear(n_inputs * hidden_size, hidden_size, product=product),
+            Linear(hidden_size, hidden_size, product=product),
+            Linear(hidden_size, hidden_size, product=product))
 
 
 def sum_messages(hidden, counted, layer):
@@ -982,9 +988,11 @@ def random_proteinmpnn(seed: int, **sizes) -> ProteinMPNN:
         return ProteinMPNN(**sizes)
 
 
-def load_proteinmpnn(path: str, dropout: float = 0.0) -> ProteinMPNN:
+def load_proteinmpnn(path: str, dropout: float = 0.0,
+                     product: Callable = F.linear) -> ProteinMPNN:
     """Read a file {num_edges, noise_level, model_state_dict, ...}, published or ours.
 
+    dropout, product: as of ProteinMPNN.
     Returns: the model, on the CPU, in float32 and training mode.
     Raises: ValueError naming the file and what is wrong.
     """
@@ -1010,7 +1018,7 @@ def load_proteinmpnn(path: str, dropout: float = 0.0) -> ProteinMPNN:
     if problem:
         raise ValueError(f"{path} cannot be read as a file of tensors and numbers ({problem}). "
                          f"Fetch or write it again. {PUBLISHED}")
-    return from_checkpoint(checkpoint, dropout, name=path)
+    return from_checkpoint(checkpoint, dropout, path, product)
 
 
 def problem_of_zip(path):
@@ -1026,8 +1034,8 @@ def problem_of_zip(path):
     return ""
 
 
-def from_checkpoint(checkpoint: Any, dropout: float = 0.0,
-                    name: str = "the checkpoint") -> ProteinMPNN:
+def from_checkpoint(checkpoint: Any, dropout: float = 0.0, name: str = "the checkpoint",
+                    product: Callable = F.linear) -> ProteinMPNN:
     """ProteinMPNN from {num_edges, noise_level, model_state_dict, ...}; sizes are its tensors'.
 
     Raises: ValueError with `name` for anything else.
@@ -1054,7 +1062,7 @@ def from_checkpoint(checkpoint: Any, dropout: float = 0.0,
     # Not on device "meta": its first use imports a compiler, which takes more than a second.
     model = random_proteinmpnn(0, num_edges=num_edges, hidden_size=hidden_size,
                                n_encoder=n_encoder, n_decoder=n_decoder, dropout=dropout,
-                               noise_level=noise_level, ca_only=ca_only)
+                               noise_level=noise_level, ca_only=ca_only, product=product)
     model.load_state_dict(weights)
     return model
 

@@ -12,11 +12,11 @@ import torch
 
 from ddp_setup import all_sum, note_progress
 from mpnn.batches import collate_complexes, make_batch, shared_context, to_device
-from mpnn.fast_cpu import speed_up
 from mpnn.model import (ALPHABET, PUBLISHED, Encoding, Graph, ProteinMPNN, load_proteinmpnn,
                         random_proteinmpnn)
 from mpnn.published import INSTALL, NAMES, in_folder, in_package, is_published
 from mpnn.variants import log_probs_alone
+from training.fast_linear import fast_linear
 from training.log import show_progress
 from dpo.pair_plan import eval_batches
 from dpo.preferences import Likelihoods
@@ -32,13 +32,13 @@ def load_base(config: Any) -> tuple[ProteinMPNN, str]:
     """(model with the base weights, on the CPU; text that describes them). Raises ValueError."""
     if config.model.base_model_name == "random":
         seed = config.training.seed
-        model = random_proteinmpnn(seed, **vars(config.model.random), dropout=config.model.dropout)
+        model = random_proteinmpnn(seed, **vars(config.model.random), dropout=config.model.dropout,
+                                   product=fast_linear)
         text = f"RANDOM weights from seed {seed}: for demonstrations and tests only"
     else:
         path, note = path_of_base(config.model)
-        model = load_proteinmpnn(str(path), config.model.dropout)
+        model = load_proteinmpnn(str(path), config.model.dropout, fast_linear)
         text = f"{path}{note}, trained with {model.noise_level:g} Angstrom of noise"
-    speed_up(model)
     return model, text
 
 

@@ -31,6 +31,8 @@ FORMATS = (".pdb", ".ent", ".cif", ".mmcif")
 # Columns of _atom_site that a mmCIF file must have.
 ATOM_KEYS = ("group_PDB", "id", "type_symbol", "label_atom_id", "label_alt_id", "label_comp_id",
              "label_asym_id", "Cartn_x", "Cartn_y", "Cartn_z")
+ONE_PLACE = ("expected a different name for each chain, a different number or insertion code for "
+             "each residue, and a different letter for each alternative location")
 MAX_ANGSTROM = 100_000      # largest coordinate
 MAX_ROWS = 100_000          # in a chain: no protein is as long, so more means wrong residue numbers
 MAX_MIB = 64                # of text: 800,000 atoms in a PDB file; reading takes ten times as much
@@ -147,6 +149,7 @@ def read_structure(path: str | Path, ca_only: bool = False) -> Structure:
         is_pdb = suffix in (".pdb", ".ent")
         _check_format(text, is_pdb)
         models = _parse_pdb(text) if is_pdb else _parse_mmcif(text)
+        _check_identities(models)
         chains = _make_chains(models, ca_only)
         if not ca_only:
             _check_backbones(chains)
@@ -237,15 +240,14 @@ def _check_format(text, is_pdb):
 
 
 def _parse_pdb(text):
-    models = []
-    for model in re.split(rb"^ENDMDL", text, flags=re.MULTILINE):
+    records = []
+    for number, model in enumerate(re.split(rb"^ENDMDL", text, flags=re.MULTILINE), start=1):
         # Keep only the records that the official parser reads. gemmi would also stop at END.
         lines = re.findall(rb"^(?:ATOM|HETATM.{11}(?i:MSE))[^\r\n]*", model, re.MULTILINE)
         for line in lines:
             _check_numbers(line)
-        _check_places(lines)
-        models += map(_for_gemmi, lines)
-    return gemmi.read_pdb_string(b"\n".join(models) + b"\n")
+        records += [b"MODEL %8d" % number, *map(_for_gemmi, lines), b"ENDMDL"]
+    return gemmi.read_pdb_string(b"\n".join(records) + b"\n")
 
 
 def _check_numbers(line):
@@ -266,36 +268,6 @@ def _check_numbers(line):
         raise ValueError(f"found {line.decode('latin-1')[:54]!r}, a residue number that ends "
                          "right of column 26; expected columns 23 to 26, or five digits in columns "
                          "23 to 27")
-
-
-def _check_places(lines):
-    """ValueError if two residues of a model, the records `lines`, have one chain and number.
-
-    Two chains of one name, or without one, would be merged, and the second be lost. Atoms with
-    different letters in column 17 are alternative locations, which may share a place.
-    """
-    seen = set()                # backbone atoms: (name, alternative, place)
-    residue = None              # of the record before
-    for line in lines:
-        begins_residue = line[17:27] != residue
-        if begins_residue:
-            residue = line[17:27]
-            names_here = set()  # in this run of records of one residue
-        name = line[12:16].strip().decode("latin-1")
-        if name not in BACKBONE:
-            continue
-        atom = (name, line[16:17], line[21:27])
-        label = " ".join(line[21:27].decode("latin-1").split())
-        if atom[:2] in names_here:
-            raise ValueError(f"atom {name} of residue {label} comes twice; expected a different "
-                             "number for each residue, a different letter in column 17 for each "
-                             "alternative location, and each other atom once")
-        if atom in seen:
-            raise ValueError(f"residue {label} comes twice; expected a different name for each "
-                             "chain in column 22, which keeps chains apart, and a different number "
-                             "or insertion code for each residue")
-        seen.add(atom)
-        names_here.add(atom[:2])
 
 
 def _for_gemmi(line):
@@ -339,7 +311,6 @@ def _parse_mmcif(text):
             if group[:1] not in ("H", "h") or name.upper() == "MSE"]
     columns = {key: [values[row] for row in kept] for key, values in columns.items()}
     _check_values(columns)
-    _check_identities(columns)
     block = gemmi.cif.Block("atoms")
     loop = block.init_loop("_atom_site.", keys)
     loop.set_all_values(list(columns.values()))
@@ -360,83 +331,38 @@ def _check_values(columns):
                 raise ValueError(f"_atom_site.{key} is {value!a}; expected a number")
 
 
-def _check_identities(columns):
-    """ValueError if two residues have one author number, or two chains one author name.
+def _check_identities(models):
+    """ValueError if two residues have one number, or two chains one name.
 
-    They would be merged, and the second be lost. The label ids, where there are any, tell them
-    apart. Rows of one residue in several models, and alternative locations, are no second residue.
+    gemmi would merge them, and the second be lost. An atom that comes twice in a model gives them
+    away, and so do the label ids of mmCIF. Atoms of alternative locations may share a place, and a
+    chain with gaps may be several label chains, through which its label numbers run on.
     """
-    n_rows = len(columns["id"])
-
-    def column(*keys):
-        """Texts of the first of these columns that is there; "" where unknown."""
-        for key in keys:
-            if key in columns:
-                return [gemmi.cif.as_string(value) for value in columns[key]]
-        return [""] * n_rows
-
-    chains = column("auth_asym_id", "label_asym_id")
-    places = list(zip(chains, column("auth_seq_id", "label_seq_id"), column("pdbx_PDB_ins_code")))
-    label_chains = column("label_asym_id")
-    names = column("label_comp_id")
-    variants = list(zip(places, column("pdbx_PDB_model_num"), column("label_alt_id")))
-    label_numbers = column("label_seq_id")
-    _check_label_ids(places, label_chains, label_numbers, names)
-    _check_label_chains(chains, label_chains, label_numbers)
-    _check_variants(variants, names, column("label_atom_id"))
-
-
-def _check_label_ids(places, label_chains, label_numbers, names):
-    """ValueError if a place (chain, number, insertion code) has two label ids."""
-    first_ids = {}
-    for place, *label_id in zip(places, label_chains, label_numbers, names):
-        chain, number, name = label_id
-        if not number:
-            continue
-        first_chain, first_number, first_name = first_ids.setdefault(place, label_id)
-        if (chain, number) != (first_chain, first_number):
-            raise ValueError(f"{_residue(place)} comes twice by author number: {first_name} (label "
-                             f"{first_chain} {first_number}) and {name} (label {chain} {number}); "
-                             "expected a different auth_asym_id for each chain, and a different "
-                             "auth_seq_id or pdbx_PDB_ins_code for each residue")
-
-
-def _check_label_chains(chains, label_chains, label_numbers):
-    """ValueError if a chain has two label chains that both count from the same number.
-
-    A chain with gaps may be written as several label chains, through which its numbers run on.
-    """
-    first_labels = {}
-    for chain, label_chain, number in zip(chains, label_chains, label_numbers):
-        first = first_labels.setdefault((chain, number), label_chain)
-        if number and label_chain != first:
-            raise ValueError(f"author chain {chain or '(blank)'} holds two chains, label {first} "
-                             f"and {label_chain}, which both have a residue {number}; expected a "
-                             "different auth_asym_id for each chain")
-
-
-def _check_variants(variants, names, atoms):
-    """ValueError for two residue names or two equal atoms in (place, model, alternative)."""
-    first_names = {}
-    seen = set()
-    for variant, name, atom in zip(variants, names, atoms):
-        first = first_names.setdefault(variant, name)
-        if name != first:
-            raise ValueError(f"{_residue(variant[0])} comes twice, {first} and {name}; expected a "
-                             "different auth_seq_id or pdbx_PDB_ins_code for each residue, and a "
-                             "different label_alt_id for each alternative")
-        if atom in BACKBONE:
-            if (variant, atom) in seen:
-                raise ValueError(f"atom {atom} of {_residue(variant[0])} comes twice; expected a "
-                                 "different number for each residue, a different label_alt_id for "
-                                 "each alternative, and each other atom once")
-            seen.add((variant, atom))
-
-
-def _residue(place):
-    """Words for a place (chain, number, insertion code)."""
-    chain, number, code = place
-    return f"residue {chain or '(blank)'} {number}{code}"
+    for model in models:
+        label_of_place = {}
+        label_chain_of = {}
+        atoms = set()
+        for chain in model:
+            for residue in chain:
+                place = (chain.name, residue.seqid.num, residue.seqid.icode)
+                words = f"residue {chain.name or '(blank)'} {residue.seqid}"
+                if residue.label_seq is not None:
+                    label = f"label {residue.subchain} {residue.label_seq}"
+                    first = label_of_place.setdefault(place, label)
+                    if label != first:
+                        raise ValueError(f"{words} comes twice, as {first} and {label}; "
+                                         f"{ONE_PLACE}")
+                    label_number = (chain.name, residue.label_seq)
+                    first = label_chain_of.setdefault(label_number, residue.subchain)
+                    if residue.subchain != first:
+                        raise ValueError(f"chain {chain.name or '(blank)'} holds two chains, label "
+                                         f"{first} and {residue.subchain}, which both have a "
+                                         f"residue {residue.label_seq}; {ONE_PLACE}")
+                for atom in residue:
+                    identity = (place, atom.name, atom.altloc)
+                    if atom.name in BACKBONE and identity in atoms:
+                        raise ValueError(f"atom {atom.name} of {words} comes twice; {ONE_PLACE}")
+                    atoms.add(identity)
 
 
 def _check_backbones(chains):

@@ -39,7 +39,7 @@ class Designs(PolicyDesigns):
 
         def log_score(xt, sigma):
             note_progress(ddp)
-            return model(xt, sigma, None)
+            return model(xt, sigma, None, self.sedd.graph.wanted(xt))
 
         with eval_mode(model):
             for k in range(ddp.rank, len(self.lengths), ddp.world_size):

@@ -96,9 +96,14 @@ class Graph:
     reverse_rate(x, score): rates of the reverse process, (B, L, V); score = exp(log_score).
     score_entropy(log_score, sigma, xt, x0): (B, L) >= 0, with the constants that make its minimum
         0; float32 at least, float64 for a float64 log_score.
+    wanted(xt): (B, L) bool, the positions whose log scores matter to the score entropy and to the
+        reverse process, for SEDD.forward: those of masks; or None for all.
     sample_limit(shape, generator, device): tokens drawn at full noise.
     prior_kl(sigma1): KL(p(xt | x0) || full noise), nats per residue, at sigma1 = sigma(t = 1).
     """
+
+    def wanted(self, xt):
+        return None
 
     def reverse_rate(self, x, score):
         rate = (self.transp_rate(x, score.dtype) * score).scatter(-1, x[..., None], 0.0)
@@ -148,6 +153,9 @@ class AbsorbingGraph(Graph):
         target = log_score.gather(-1, x0[..., None])[..., 0]
         entropy = log_score[..., :-1].exp().sum(-1) - log_r.exp() * (target - log_r + 1)
         return torch.where(masked, entropy, 0.0)
+
+    def wanted(self, xt):
+        return xt == self.mask_id
 
     def sample_limit(self, shape, generator=None, device=None):
         return torch.full(shape, self.mask_id, dtype=torch.int64, device=device)

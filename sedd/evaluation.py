@@ -84,7 +84,8 @@ class BoundEstimator:
         no_padding = bool(batch["mask"].all())
         batch = to_device(batch, ddp.device, next(model.parameters()).dtype)
         with autocast(dtype, ddp):
-            log_score = model(batch["xt"], batch["sigma"], None if no_padding else batch["mask"])
+            log_score = model(batch["xt"], batch["sigma"], None if no_padding else batch["mask"],
+                              self.graph.wanted(batch["xt"]))
         loss, _ = score_entropy_loss(log_score, batch["sigma"], batch["dsigma"], batch["xt"],
                                      batch["x0"], self.graph, batch["weight"])
         return loss
@@ -213,7 +214,7 @@ def sample_proteins(model, config, graph, noise,   # noqa: PLR0913  (the fields 
 
         def log_score(xt, sigma):
             note_progress(ddp)
-            return model(xt, sigma, padding_mask)
+            return model(xt, sigma, padding_mask, graph.wanted(xt))
 
         return sample(log_score, graph, noise, tuple(mask.shape), monitoring.sample_steps,
                       forbidden=(X_ID,), mask=mask, generator=generator, device=ddp.device)

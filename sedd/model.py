@@ -10,8 +10,8 @@
 Rotary positions, adaLN-zero conditioning on sigma (not t), scaled dot-product attention. Parameter
 names and initial values are those of the published SEDD code, so that its checkpoints load. There
 are no buffers, so DDP has nothing to broadcast, and a cast to bfloat16 does not round the rotary
-tables. Needs torch alone; reads and writes nothing. sedd/fast_cpu.py computes the same faster on a
-CPU.
+tables. Needs torch alone; reads and writes nothing. FastSEDD of sedd/fast_cpu.py is a SEDD that
+computes the same numbers faster on a CPU.
 Source: Lou, Meng, Ermon 2024, arXiv 2310.16834; adaLN-zero: Peebles, Xie 2023, arXiv 2212.09748.
 """
 import contextlib
@@ -72,24 +72,35 @@ class SEDD(nn.Module):
         # In the published order, in which checkpoints list the averages (EMA) of the parameters.
         self.vocab_embed = TokenTable(vocab_size, hidden_size)
         self.sigma_map = SigmaEmbedding(cond_dim)
-        self.blocks = nn.ModuleList(Block(hidden_size, n_heads, cond_dim, dropout)
+        self.blocks = nn.ModuleList(self.new_block(hidden_size, n_heads, cond_dim, dropout)
                                     for _ in range(n_blocks))
-        self.output_layer = Head(hidden_size, vocab_size, cond_dim)
+        self.output_layer = self.new_head(hidden_size, vocab_size, cond_dim)
         if init_logits:
             std = init_logits / math.sqrt(hidden_size)
             nn.init.normal_(self.output_layer.linear.weight, std=std)
 
-    def forward(self, xt, sigma, mask=None):
-        """Log scores of all tokens at all positions.
+    def new_block(self, *sizes):
+        """A block of this network, a Block(*sizes)."""
+        return Block(*sizes)
 
-        xt:    (B, L) int64, noised tokens.
-        sigma: (B,) floating point, total noise > 0 in nats; NOT the time t.
-        mask:  (B, L) bool, True = residue, or None where nothing is padding (faster).
+    def new_head(self, *sizes):
+        """The head of this network, a Head(*sizes)."""
+        return Head(*sizes)
+
+    def forward(self, xt, sigma, mask=None, wanted=None):
+        """Log scores of all tokens at all positions, or at those that are wanted.
+
+        xt:     (B, L) int64, noised tokens.
+        sigma:  (B,) floating point, total noise > 0 in nats; NOT the time t.
+        mask:   (B, L) bool, True = residue, or None where nothing is padding (faster).
+        wanted: (B, L) bool, True where log scores are needed, or None: everywhere. See
+                Graph.wanted in sedd/diffusion.py. On a CPU fewer positions take FastSEDD less time.
         Returns log_score (B, L, V): float32 whatever autocast or the parameters' dtype, float64 for
-        a float64 model; 0 at each position's own token. Values at padding are meaningless.
+        a float64 model; 0 at each position's own token, and where not wanted. Values at padding are
+        meaningless.
         Raises ValueError for other shapes or dtypes.
         """
-        check_inputs(xt, sigma, mask)
+        check_inputs(xt, sigma, mask=mask, wanted=wanted)
         exact = at_least_float32(self.vocab_embed.embedding.dtype)
         sigma = sigma.to(exact)
         # Autocast to bfloat16 would make neighbouring noise levels equal. This costs no time.
@@ -98,11 +109,16 @@ class SEDD(nn.Module):
         rotary = rotary_tables(xt.shape[1], self.head_dim, xt.device, exact)
         attended = None if mask is None else mask[:, None, None, :]             # (B, 1, 1, L)
         # To `exact` before log_score adds an offset, which bfloat16 would round.
-        logits = self.logits(xt, c, rotary, attended).to(exact)
-        return self.log_score(logits, xt, sigma)
+        logits = self.logits(xt, c, rotary, attended, wanted).to(exact)
+        log_score = self.log_score(logits, xt, sigma)
+        return log_score if wanted is None else log_score.masked_fill(~wanted[..., None], 0.0)
 
-    def logits(self, xt, c, rotary, attended):
-        """Logits (B, L, V) of the head. c: (B, cond_dim), the noise level; the rest as in Block."""
+    def logits(self, xt, c, rotary, attended, wanted):
+        """Logits (B, L, V) of the head. c: (B, cond_dim), the noise level; wanted: as in forward;
+        the rest as in Block.
+
+        All are computed, as a GPU would be waited for to tell how many are wanted.
+        """
         h = self.vocab_embed(xt)                                                # (B, L, H)
         for block in self.blocks:
             h = self.run_block(block, h, c, rotary, attended)
@@ -267,7 +283,8 @@ def at_least_float32(dtype):
     return torch.promote_types(dtype, torch.float32)
 
 
-def check_inputs(xt, sigma, mask):
+def check_inputs(xt, sigma, **positions):
+    """ValueError for what SEDD.forward does not take. positions: mask and wanted, by name."""
     if xt.dtype != torch.int64 or xt.dim() != 2:
         raise ValueError(f"xt is {tuple(xt.shape)} {xt.dtype}; expected (B, L) torch.int64 token "
                          f"ids, whatever the dtype of autocast and model.")
@@ -275,9 +292,12 @@ def check_inputs(xt, sigma, mask):
         raise ValueError(f"sigma is {tuple(sigma.shape)} {sigma.dtype}; expected ({xt.shape[0]},) "
                          f"floating point: the total noise of each protein, sigma = noise(t)[0], "
                          f"not the time t.")
-    if mask is not None and (mask.dtype != torch.bool or mask.shape != xt.shape):
-        raise ValueError(f"mask is {tuple(mask.shape)} {mask.dtype}; expected {tuple(xt.shape)} "
-                         f"torch.bool, True = residue, or None where nothing is padding.")
+    meaning = {"mask": "True = residue, or None where nothing is padding",
+               "wanted": "True = its log scores are needed, or None for all"}
+    for name, value in positions.items():
+        if value is not None and (value.dtype != torch.bool or value.shape != xt.shape):
+            raise ValueError(f"{name} is {tuple(value.shape)} {value.dtype}; expected "
+                             f"{tuple(xt.shape)} torch.bool, {meaning[name]}.")
 
 
 def load_official(model, state, use_ema=True):

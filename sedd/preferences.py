@@ -206,7 +206,8 @@ class Reference:
     def run_policy(self, model, batch):
         """The log scores (R, L, V) of a model at the inputs of a batch, as a tuple."""
         mask = None if batch["full"] else batch["mask"]
-        return (model(batch["xt"], batch["sigma"], mask),)
+        wanted = self.sedd.graph.wanted(batch["xt"])
+        return (model(batch["xt"], batch["sigma"], mask, wanted),)
 
     def likelihoods(self, log_score, batch):
         """Likelihoods of what run_policy returned."""

@@ -22,8 +22,8 @@ from training.loop import using_checkpoint
 from training.resume import hash_of
 from training.files import check_zip, read_text, write_text_atomic, write_whole
 from sedd.diffusion import make_graph, make_noise
-from sedd.fast_cpu import speed_up
-from sedd.model import SEDD, fitting_weights, load_official
+from sedd.fast_cpu import FastSEDD
+from sedd.model import fitting_weights, load_official
 from sedd.saved import NOISE_KEYS, check_settings, check_tensors, longest_of, section
 from proteins.letters import AMINO_ACIDS, LETTERS, N_TOKENS, UNIREF50, X_ID
 
@@ -216,10 +216,8 @@ def about_weights(saved, used):
 def model_of(sizes, graph):
     """A fresh SEDD of a config's section `model`, as a dict, without dropout."""
     names = ("hidden_size", "n_blocks", "n_heads", "cond_dim", "parameterization")
-    model = SEDD(graph.vocab_size, **{name: sizes[name] for name in names}, dropout=0.0,
-                 scale_by_sigma=graph.absorb, forbidden=(X_ID,))
-    speed_up(model)   # on a CPU
-    return model
+    return FastSEDD(graph.vocab_size, **{name: sizes[name] for name in names}, dropout=0.0,
+                    scale_by_sigma=graph.absorb, forbidden=(X_ID,))
 
 
 def unused_noise_keys(section):

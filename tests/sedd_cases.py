@@ -37,10 +37,10 @@ def seeded(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
-def small_model(graph, **kwargs):
+def small_model(graph, kind=SEDD, **kwargs):
     """A small model whose every parameter matters: what starts at zero is filled."""
     torch.manual_seed(0)
-    model = SEDD(graph.vocab_size, 32, 2, 4, cond_dim=16, scale_by_sigma=graph.absorb, **kwargs)
+    model = kind(graph.vocab_size, 32, 2, 4, cond_dim=16, scale_by_sigma=graph.absorb, **kwargs)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if "adaLN" in name or "output_layer.linear" in name:

@@ -1,4 +1,4 @@
-"""Linear layers in float32 on a CPU of AMD, by oneDNN instead of MKL; else those of torch.
+"""Products of linear layers in float32 on a CPU of AMD, by oneDNN instead of MKL; else by torch.
 
 torch takes MKL for products of float32 matrices, which leaves half of the vector units of AMD's
 newer CPUs (Zen 5) unused. oneDNN, which torch has too, is 1.3 to 1.8 times as fast there (measured
@@ -9,29 +9,11 @@ import functools
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 LARGEST = 2**23     # entries of an input; above, copies cost more memory and time than is gained
 
 
-def use_fast_linear(model):
-    """From now on each nn.Linear in `model`, or `model` itself if it is one, computes by `linear`.
-
-    In place: parameters, their names and hooks stay. Classes derived from nn.Linear are left alone.
-    """
-    for module in model.modules():
-        if type(module) is nn.Linear:
-            module.__class__ = Linear
-
-
-class Linear(nn.Linear):
-    """nn.Linear, computed by `linear`."""
-
-    def forward(self, x):
-        return linear(x, self.weight, self.bias)
-
-
-def linear(x, weight, bias=None):
+def fast_linear(x, weight, bias=None):
     """F.linear: x (..., n), weight (m, n), bias (m,) or None -> (..., m)."""
     if (on_cpu(x) and x.dtype == weight.dtype == torch.float32 and x.numel() <= LARGEST
             and not torch.is_autocast_enabled("cpu") and onednn_is_faster(*weight.shape)):

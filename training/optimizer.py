@@ -15,7 +15,6 @@ import torch
 
 from ddp_setup import Ddp, broadcast
 from training.config import MOST_STEPS
-from training.fast_linear import on_cpu
 
 
 def make_optimizer(model, lr, optim, ddp=None):
@@ -86,7 +85,8 @@ class MuonAndAdamW:
         bad = self.found_inf
         self.adamw.found_inf = bad
         self.adamw.step()
-        known_to_be_good = bad is None or (on_cpu(bad) and not bad)   # a device is not waited for
+        # A device is not waited for.
+        known_to_be_good = bad is None or (bad.device.type == "cpu" and not bad)
         if known_to_be_good:
             self._update_matrices()
             return

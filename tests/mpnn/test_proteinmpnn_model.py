@@ -6,9 +6,9 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
-from mpnn.fast_cpu import speed_up
-from mpnn.model import (ALPHABET, BlockLinear, ProteinMPNN, Pssm, SharedContext, decoded_before,
+from mpnn.model import (ALPHABET, ProteinMPNN, Pssm, SharedContext, decoded_before,
                         decoding_order, decoding_steps, from_checkpoint, independent_steps,
                         letter_log_probs, load_proteinmpnn, random_proteinmpnn, to_checkpoint)
 from training import fast_linear
@@ -30,15 +30,13 @@ def of_letters(log_probs, S):
 @pytest.fixture(scope="module", params=["as written", "by oneDNN"])
 def fixture(shared, request):
     file = torch.load(shared / "fixtures" / "proteinmpnn.pt", weights_only=True)
-    file["models"] = {key.removeprefix("checkpoint_"): from_checkpoint(value).eval()
-                      for key, value in file.items() if key.startswith("checkpoint_")}
-    if request.param == "as written":
-        yield file
-        return
-    if not torch.backends.mkldnn.is_available():
+    by_onednn = request.param == "by oneDNN"
+    if by_onednn and not torch.backends.mkldnn.is_available():
         pytest.skip("this torch has no oneDNN")
-    for model in file["models"].values():
-        speed_up(model)
+    product = fast_linear.fast_linear if by_onednn else F.linear
+    file["models"] = {name.removeprefix("checkpoint_"):
+                      from_checkpoint(value, product=product).eval()
+                      for name, value in file.items() if name.startswith("checkpoint_")}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fast_linear, "onednn_is_faster", lambda *_: True)
         yield file
@@ -496,19 +494,33 @@ def test_random_weights_come_from_their_seed_and_leave_torchs_generator_alone():
     assert 0.8 * bound < first.W_s.weight.abs().max() <= bound
 
 
-def test_a_model_that_was_sped_up_keeps_the_names_and_tensors_of_its_file():
-    model = random_proteinmpnn(0, hidden_size=8)
-    before = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
-    speed_up(model)
-    assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items()} == before
+class ProductsOfEdges(TorchFunctionMode):
+    """Notes the shapes (B, L, K, n) that F.linear is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is F.linear and args[0].dim() == 4:
+            self.shapes.append(args[0].shape)
+        return func(*args, **(kwargs or {}))
 
 
-def test_every_large_layer_of_a_model_that_was_sped_up_may_take_onednn():
-    model = random_proteinmpnn(0, hidden_size=8)
-    speed_up(model)
-    plain = [name for name, module in model.named_modules()
-             if type(module) in (torch.nn.Linear, BlockLinear)]
-    assert plain == []
+def test_every_product_of_edges_is_computed_by_the_product_that_is_given():
+    given = []
+
+    def product(x, weight, bias=None):
+        if x.dim() == 4:
+            given.append(x.shape)
+        return F.linear(x, weight, bias)
+
+    model = random_proteinmpnn(0, hidden_size=8, num_edges=6, product=product)
+    X, mask, residue_idx, chain_id, S = protein([12])
+    order = torch.arange(12)[None]
+    with ProductsOfEdges() as computed:
+        model(model.graph(X.float(), mask, residue_idx, chain_id), S, order)
+    assert given and computed.shapes == given
 
 
 @pytest.mark.parametrize("name, advice", [("vocab_embed.embedding", "a SEDD model"),

@@ -141,20 +141,18 @@ def without(text, *keys):
 
 
 @pytest.mark.parametrize("text, says", [
-    (CHAIN.replace(" 106 A ", " 105 A "), "residue A 105 comes twice by author number: ARG "
-     "(label LA 501) and ILE (label LA 502)"),
-    (both(CHAIN, OTHER), "residue A 104 comes twice by author number: ALA (label LA 500) and LYS "
-     "(label LB 500)"),
-    (both(CHAIN, OTHER, "?"), "residue (blank) 104 comes twice"),
-    (both(CHAIN, FAR), "author chain A holds two chains, label LA and LB"),
+    (CHAIN.replace(" 106 A ", " 105 A "), "residue A 105 comes twice, as label LA 501 and "
+     "label LA 502"),
+    (both(CHAIN, OTHER), "residue A 104 comes twice, as label LA 500 and label LB 500"),
+    (both(CHAIN, FAR), "chain A holds two chains, label LA and LB"),
     (re.sub(r" 50\d \?", " . ?", CHAIN.replace(" 106 A ", " 105 A ")),
-     "residue A 105 comes twice, ARG and ILE"),
+     "atom N of residue A 105 comes twice"),
     (re.sub(r" 50\d \?", " . ?", CHAIN.replace(" 106 A ", " 105 A ").replace("ILE", "ARG")),
      "atom N of residue A 105 comes twice"),
     (without(CHAIN, "pdbx_PDB_ins_code").replace(" 106 A ", " 105 A "), "residue A 105 comes"),
     (both(CHAIN.replace("A 1\n", "A 2\n"), CHAIN.replace(" 106 A ", " 105 A ")),
      "residue A 105 comes twice"),
-], ids=["one number", "two chains", "blank chain", "two chains apart", "no label numbers",
+], ids=["one number", "two chains", "two chains apart", "no label numbers",
         "no label numbers, one name", "no insertion codes", "in the second model"])
 def test_residues_of_mmcif_that_would_be_lost_are_refused(tmp_path, text, says):
     assert says in refusal(write(tmp_path, text, "s.cif"), read_structure)
@@ -163,11 +161,12 @@ def test_residues_of_mmcif_that_would_be_lost_are_refused(tmp_path, text, says):
 @pytest.mark.parametrize("text, letters", [
     (without(CHAIN, "pdbx_PDB_ins_code", "pdbx_PDB_model_num"), "ARI"),
     (without(both(CHAIN, OTHER), "auth_asym_id"), "ARI"),
+    (both(CHAIN, OTHER, "?"), "ARI"),
     (both(CHAIN, CHAIN.replace("A 1\n", "A 2\n")), "ARI"),
     (CHAIN.replace("502 ? ", "502 A ").replace(" 106 A ", " 105 A "), "ARI"),
     (both(CHAIN, FAR.replace(" 500 ", " 600 ").replace(" 501 ", " 601 ")), "ARI" + 94 * "X" + "KL"),
-], ids=["no codes or models", "no author chains", "two models", "an insertion code",
-        "label chains that count on"])
+], ids=["no codes or models", "no author chains", "blank author chains", "two models",
+        "an insertion code", "label chains that count on"])
 def test_residues_of_mmcif_that_are_told_apart_are_all_read(tmp_path, text, letters):
     chain = next(iter(read_text(tmp_path, "s.cif", text).chains.values()))
     assert decode(chain.S) == letters and chain.resolved.sum() == len(letters.replace("X", ""))
@@ -211,9 +210,9 @@ def test_another_digit_right_of_column_26_is_refused(tmp_path, columns):
 def test_an_atom_that_comes_twice_is_named(tmp_path):
     line = Atoms().add("A", 1, "ALA").pdb().splitlines()[1]
     text = Atoms().add("A", 1, "ALA").add("A", 2, "GLY").pdb().replace(line, f"{line}\n{line}")
-    assert ("atom CA of residue A 1 comes twice; expected a different number for each residue"
+    assert ("atom CA of residue A 1 comes twice; expected a different name for each chain"
             in refusal(write(tmp_path, text, "s.pdb"), read_structure))
-    assert "name for each chain" in refusal(
+    assert "atom N of residue A 1 comes twice" in refusal(
         write(tmp_path, 2 * Atoms().add("A", 1, "ALA").add("A", 2, "GLY").pdb(), "t.pdb"),
         read_structure)
 

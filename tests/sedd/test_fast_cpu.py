@@ -1,7 +1,6 @@
 """SEDD's network made fast on a CPU: what it computes otherwise than the plain one, and where.
 
 That both agree with the official code is in test_sedd_model.py."""
-import copy
 import math
 
 import pytest
@@ -10,7 +9,8 @@ import torch.nn.functional as F
 
 from sedd import fast_cpu
 from sedd.diffusion import AbsorbingGraph, UniformGraph
-from sedd.fast_cpu import add_branch, attend, speed_up, spread
+from sedd.fast_cpu import FastSEDD, add_branch, attend, spread
+from sedd.model import SEDD
 from sedd_cases import near, seeded, small_batch, small_model
 
 
@@ -18,25 +18,22 @@ from sedd_cases import near, seeded, small_batch, small_model
 def test_off_a_cpu_the_numbers_are_those_of_the_plain_network(graph, monkeypatch):
     _, xt, mask, _, sigma, _ = small_batch(graph)
     plain = small_model(graph, dropout=0.5)
-    fast = copy.deepcopy(plain)
-    speed_up(fast)
+    fast = small_model(graph, FastSEDD, dropout=0.5)
     found = []
     monkeypatch.setattr(fast_cpu, "on_cpu", lambda x: False)     # as on another device
     for model in (plain, fast):
         torch.manual_seed(0)
-        log_score = model.train()(xt, sigma, mask)
+        log_score = model.train()(xt, sigma, mask, graph.wanted(xt))
         log_score.square().sum().backward()
         found.append([log_score, *(p.grad for p in model.parameters())])
     for one, other in zip(*found):
         assert torch.equal(one, other)
 
 
-def test_a_fast_network_keeps_its_names_and_its_copies_are_fast():
-    model = small_model(AbsorbingGraph(21))
-    names = list(model.state_dict())
-    speed_up(model)
-    assert list(model.state_dict()) == names
-    assert isinstance(copy.deepcopy(model).blocks[1], fast_cpu.FastBlock)
+def test_a_fast_network_begins_with_the_weights_of_the_plain_one_under_their_names():
+    plain, fast = (small_model(AbsorbingGraph(21), kind).state_dict() for kind in (SEDD, FastSEDD))
+    assert list(fast) == list(plain)
+    assert all(torch.equal(fast[name], value) for name, value in plain.items())
 
 
 def test_what_is_recomputed_for_backward_has_the_same_gradient():
@@ -44,10 +41,9 @@ def test_what_is_recomputed_for_backward_has_the_same_gradient():
     _, xt, mask, _, sigma, _ = small_batch(graph)
     gradients = []
     for checkpointing in (False, True):
-        model = small_model(graph, dropout=0.5, gradient_checkpointing=checkpointing).train()
-        speed_up(model)
+        model = small_model(graph, FastSEDD, dropout=0.5, gradient_checkpointing=checkpointing)
         torch.manual_seed(0)
-        model(xt, sigma, mask)[xt == graph.mask_id].square().sum().backward()
+        model.train()(xt, sigma, mask, graph.wanted(xt)).square().sum().backward()
         gradients.append([p.grad for p in model.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(*gradients))
 
@@ -91,24 +87,23 @@ def test_attention_in_bfloat16_and_its_gradients_are_as_exact_as_its_rounding(L)
         near(*gradients, atol=0.1)
 
 
-def test_numbers_of_unknown_residues_make_few_shapes_and_the_scores_of_evaluation():
+def test_numbers_of_wanted_positions_make_few_shapes_and_the_same_scores():
     """For a new shape oneDNN compiles its products anew. Gradients are there for 0 and all, too."""
-    model = small_model(AbsorbingGraph(21), dropout=0.0)
-    speed_up(model)
+    model = small_model(AbsorbingGraph(21), FastSEDD, dropout=0.0)
     x0 = small_batch(AbsorbingGraph(21))[0]
     sigma = torch.ones(len(x0))
     shapes = set()
-    model.blocks[-1].mlp.register_forward_hook(lambda _, inputs, out: shapes.add(out.shape))
+    model.output_layer.linear.register_forward_hook(lambda _, inputs, out: shapes.add(out.shape))
     for number in range(0, x0.numel() + 1, 4):
         unknown = (torch.arange(x0.numel()) < number).view(x0.shape)
         xt = x0.where(~unknown, 21)
-        in_training = model.train()(xt, sigma)
+        found = model(xt, sigma, wanted=unknown)
         model.zero_grad()
-        in_training.sum().backward()
+        found.sum().backward()
         assert all(p.grad.isfinite().all() for p in model.parameters())
         with torch.no_grad():
-            near(in_training[unknown], model.eval()(xt, sigma)[unknown], atol=1e-5)
-    assert len(shapes) <= 4 + 1    # 0, 64, 128, 192 of 144 positions; and that of the evaluation
+            near(found[unknown], model(xt, sigma)[unknown], atol=1e-5)
+    assert len(shapes) <= 4 + 1    # 0, 64, 128, 192 of 144 positions; and all of them
 
 
 def test_the_gradient_of_a_protein_is_a_sum_over_its_positions_in_bfloat16_too():

@@ -8,12 +8,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from training import fast_linear
-from sedd_cases import CASES, entries, near, small_batch, small_model
-from sedd.diffusion import AbsorbingGraph, make_graph, score_entropy_loss
-from sedd.fast_cpu import speed_up
+from sedd_cases import CASES, entries, near, seeded, small_batch, small_model
+from sedd.diffusion import AbsorbingGraph, UniformGraph, make_graph, score_entropy_loss
+from sedd.fast_cpu import FastSEDD
 from sedd.model import EMA, SEDD, flops_per_position, load_official
 from training.config import CommonOptim
 from training.loop import rate_share
+
+KINDS = pytest.mark.parametrize("kind", [SEDD, FastSEDD])
 
 
 @pytest.fixture(scope="module")
@@ -21,47 +23,48 @@ def fixture(shared):
     return torch.load(shared / "fixtures" / "sedd.pt", weights_only=True)
 
 
-def official_model(fixture, graph_name, loaded=True, fast=False, **kwargs):
+def official_model(fixture, graph_name, loaded=True, kind=SEDD, **kwargs):
     sizes = [fixture[f"cfg_{key}"] for key in ("hidden", "blocks", "heads", "cond")]
     of_graph = entries(fixture, graph_name)
     scaled = of_graph["scale_by_sigma"] == 1
-    model = SEDD(of_graph["vocab"], *sizes, scale_by_sigma=scaled, **kwargs)
+    model = kind(of_graph["vocab"], *sizes, scale_by_sigma=scaled, **kwargs)
     if loaded:      # the names are those of a model in DDP
         weights = entries(fixture, graph_name, "model")
         load_official(model, {f"module.{name}": value for name, value in weights.items()})
-    if fast:
-        speed_up(model)
     return model.eval()
 
 
 # ---- against the official code ----
 
 @CASES
-@pytest.mark.parametrize("fast", [False, True])     # the plain network, and that of fast_cpu.py
-def test_log_scores_agree_with_the_official_code(fixture, graph_name, noise_name, fast):
+@KINDS
+def test_log_scores_agree_with_the_official_code(fixture, graph_name, noise_name, kind):
     case = entries(fixture, graph_name, noise_name)
     xt = case["xt"]
     sigma = case["sigma"]
-    model = official_model(fixture, graph_name, fast=fast)
+    model = official_model(fixture, graph_name, kind=kind)
     assert [name for name, _ in model.named_parameters()] == fixture["param_names"].split("\n")
     log_score = model(xt, sigma)
     near(log_score, case["log_score"], rtol=1e-4, atol=1e-4)
     assert (log_score.gather(-1, xt[..., None]) == 0).all()
     everything = torch.ones_like(xt, dtype=torch.bool)
     near(model(xt, sigma, everything), case["log_score"], rtol=1e-4, atol=1e-4)
-    fresh = official_model(fixture, graph_name, loaded=False, fast=fast)
+    fresh = official_model(fixture, graph_name, loaded=False, kind=kind)
     near(fresh(xt[:2], sigma[:2]), case["log_score_fresh"], rtol=1e-4, atol=1e-4)
 
 
 def backward(model, case, dtype=torch.float32):
-    """The log scores and the losses of a model on a case of the fixture; its gradient is made."""
+    """The log scores and the losses of a model on a case of the fixture; its gradient is made, as
+    in training: from the log scores that are wanted."""
     xt, x0, sigma, dsigma = (case[key] for key in ("xt", "x0", "sigma", "dsigma"))
     everything = torch.ones_like(xt, dtype=torch.bool)
     graph = make_graph("absorb" if model.scale_by_sigma else "uniform",
                        model.vocab_size - model.scale_by_sigma)
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-        log_score = model(xt, sigma)
-    loss, _ = score_entropy_loss(log_score, sigma, dsigma, xt, x0, graph, everything)
+        wanted = model(xt, sigma, wanted=graph.wanted(xt))
+        with torch.no_grad():
+            log_score = model(xt, sigma)
+    loss, _ = score_entropy_loss(wanted, sigma, dsigma, xt, x0, graph, everything)
     loss.mean().backward()
     return log_score, loss
 
@@ -77,27 +80,28 @@ def compare_gradients(model, case, of_norms, of_tensors):
 
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("dtype, way", [
-    (torch.float32, "plain"), (torch.float32, "fast"), (torch.float32, "fast, oneDNN"),
-    (torch.bfloat16, "plain"), (torch.bfloat16, "fast")])
+    (torch.float32, (SEDD, "plain")), (torch.float32, (FastSEDD, "by torch")),
+    (torch.float32, (FastSEDD, "by oneDNN")), (torch.bfloat16, (SEDD, "plain")),
+    (torch.bfloat16, (FastSEDD, "by torch"))])
 @CASES
 def test_gradients_agree_with_the_official_code(fixture, graph_name, noise_name, dtype, way,
                                                 training, monkeypatch):
-    monkeypatch.setattr(fast_linear, "onednn_is_faster", lambda *_: "oneDNN" in way)
+    kind, products = way
+    monkeypatch.setattr(fast_linear, "onednn_is_faster", lambda *_: products == "by oneDNN")
     case = entries(fixture, graph_name, noise_name)
-    model = official_model(fixture, graph_name, fast=way != "plain", dropout=0.0).train(training)
+    model = official_model(fixture, graph_name, kind=kind, dropout=0.0).train(training)
     log_score, loss = backward(model, case, dtype)
-    scored = case["xt"] == model.vocab_size - 1 if graph_name == "absorb" else slice(None)
-    near(log_score[scored], case["log_score"][scored], atol=0.02)
+    near(log_score, case["log_score"], atol=0.02)
     near(loss, case["loss"], rtol=3e-3, atol=1e-3)
     tolerances = {torch.float32: (1e-3, 1e-4), torch.bfloat16: (0.01, 0.01)}
     compare_gradients(model, case, *tolerances[dtype])
 
 
-@pytest.mark.parametrize("fast", [False, True])
-def test_three_training_steps_agree_with_the_official_code(fixture, fast):
+@KINDS
+def test_three_training_steps_agree_with_the_official_code(fixture, kind):
     case = entries(fixture, "absorb", "loglinear")
     expected = entries(fixture, "train3")
-    model = official_model(fixture, "absorb", fast=fast)
+    model = official_model(fixture, "absorb", kind=kind)
     optim = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0)
     ema = EMA(model.parameters(), decay=0.9999)
     for step in range(len(expected["loss"])):
@@ -114,6 +118,36 @@ def test_three_training_steps_agree_with_the_official_code(fixture, fast):
         assert values
         for name, value in values.items():  # Adam may flip the sign of a gradient of almost zero
             assert ((found[name] - value).abs() <= 2e-6).float().mean() >= 0.999
+
+
+# ---- which log scores ----
+
+@KINDS
+@pytest.mark.parametrize("graph", [AbsorbingGraph(21), UniformGraph(21)])
+def test_log_scores_are_those_of_the_plain_network_in_training_as_in_evaluation(graph, kind):
+    _, xt, mask, _, sigma, _ = small_batch(graph)
+    expected = small_model(graph).eval()(xt, sigma, mask)
+    model = small_model(graph, kind, dropout=0.0)
+    for mode in (model.train(), model.eval()):
+        near(mode(xt, sigma, mask), expected, atol=1e-5)
+
+
+@KINDS
+@pytest.mark.parametrize("training", [True, False])
+def test_log_scores_that_are_not_wanted_are_0_and_pass_no_gradient_back(kind, training):
+    graph = UniformGraph(21)
+    _, xt, mask, _, sigma, _ = small_batch(graph)
+    wanted = torch.rand(xt.shape, generator=seeded()) < 0.3
+    model = small_model(graph, kind, dropout=0.0).train(training)
+    gradients = []
+    for given in (None, wanted):
+        model.zero_grad()
+        log_score = model(xt, sigma, mask, given)
+        log_score[wanted].square().sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert not log_score[~wanted].any()
+    near(log_score[wanted], model(xt, sigma, mask)[wanted], atol=1e-5)
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
 
 
 # ---- closed forms ----
@@ -155,16 +189,14 @@ def test_subs_makes_the_score_entropy_cross_entropy_over_t():
 GATES = {"attention": 2, "MLP": 5}   # of the six parts of adaLN_modulation
 
 
-@pytest.mark.parametrize("fast", [False, True])
+@KINDS
 @pytest.mark.parametrize("closed", GATES)
-def test_dropout_acts_on_each_branch_in_training(closed, fast):
+def test_dropout_acts_on_each_branch_in_training(closed, kind):
     graph = AbsorbingGraph(21)
-    model = small_model(graph, dropout=0.5)
+    model = small_model(graph, kind, dropout=0.5)
     for block in model.blocks:
         for parameter in block.adaLN_modulation.parameters():
             parameter.data.unflatten(0, (6, -1))[GATES[closed]] = 0
-    if fast:
-        speed_up(model)
     _, xt, mask, _, sigma, _ = small_batch(graph)
     assert not torch.equal(model.train()(xt, sigma, mask), model(xt, sigma, mask))
 

@@ -19,8 +19,7 @@ from toy_run import Blocks, Rows, loss_of as loss_of_toy, steps, toy
 from training.config import CommonMonitoring
 from training.precision import compile_blocks
 from training.resume import Former
-from sedd.fast_cpu import speed_up
-from sedd.model import SEDD
+from sedd.fast_cpu import FastSEDD
 from training.loop import (after_step, check_rate, open_batches, read_totals, record_score,
                            scale_for_batch, share_of, take_step)
 from training_runs import (SCRIPTS, dataset_of, loss_of, losses, needs_pretended_device, on_ranks,
@@ -326,11 +325,10 @@ def test_compiled_blocks_compute_the_same_under_the_same_names_by_one_code_for_a
     models = []
     for _ in range(2):
         torch.manual_seed(0)
-        models.append(SEDD(22, 32, 2, 2, dropout=0.0, scale_by_sigma=False))
+        models.append(FastSEDD(22, 32, 2, 2, dropout=0.0, scale_by_sigma=False))
         with torch.no_grad():
             for p in models[-1].parameters():
                 p += 0.05 * torch.randn(p.shape)
-        speed_up(models[-1])     # as in the training script
     assert "compiled" in compile_blocks(models[1], True, Ddp())
     assert models[0].state_dict().keys() == models[1].state_dict().keys()
     for shape in ((4, 16), (6, 21)):
