@@ -23,6 +23,7 @@ if __name__ == "__main__":   # runs this command again in a child, the rank; thi
     import ddp_guard
     ddp_guard.supervise()
 
+import copy
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,8 +33,8 @@ import torch
 import torch.nn.functional as F
 
 from ddp_setup import autocast, print0, seed_for, stop_reason
-import mpnn.preferences
-import sedd.preferences
+from mpnn.dpo import ProteinMPNNKind
+from sedd.dpo import SeddKind
 from training.command_line import (add_run_arguments, exit_with, preparing, print_plan, ranks_meet,
                                    read_command)
 from training.config import (CommonMemory, CommonMonitoring, CommonOptim, CommonTraining,
@@ -50,15 +51,17 @@ from dpo.pair_plan import PairPlan
 from training.parser import Parser
 from training.plan import describe_batch, describe_run, plan_head, plan_table, print_lines
 from training.precision import choose_precision
-from dpo.preferences import (SEEN, SUMS, Likelihoods, evaluate, evaluate_start, metrics_of, pack,
-                             result_lines)
-from dpo.reference_scores import make_tables
+from dpo.preferences import (SEEN, SUMS, evaluate, evaluate_start, metrics_of, pack, result_lines,
+                             save_model)
+from dpo.reference import Reference, make_tables
+from dpo.scorer import Likelihoods, load
+from dpo.validation import Validation
 from training.profile import StepProfile
 from training.resume import (ALWAYS_NEEDED, begin_best_anew, check_checkpoint, check_data,
                              count_micro_batches, hash_of, save_run, start_or_continue)
 
-# model.kind -> module with what differs between them
-KINDS = {"proteinmpnn": mpnn.preferences, "sedd": sedd.preferences}
+# model.kind -> what differs between them, see dpo/scorer.py
+KINDS = {"proteinmpnn": ProteinMPNNKind(), "sedd": SeddKind()}
 
 
 # ---------------------------------------------------------------- config
@@ -319,7 +322,7 @@ def objective(likelihoods: Likelihoods, batch: dict, reference: torch.Tensor,
     likelihoods: of the policy. reference: (P, 2) log-probabilities of the chosen and the rejected
     sequence under the reference, summed over residues. batch: of the kind's make_batch; n_scored
     (P,) is the number of these residues."""
-    scores, entropy, native_kl = likelihoods
+    scores = likelihoods.scores
     chosen, rejected = scores.unbind(1)
     ref_chosen, ref_rejected = reference.unbind(1)
     n = batch["n_scored"]
@@ -328,13 +331,14 @@ def objective(likelihoods: Likelihoods, batch: dict, reference: torch.Tensor,
     if loss.sft:
         total = total - loss.sft * chosen / n
     if loss.diversity_lambda:
-        total = total - loss.diversity_lambda * entropy
+        total = total - loss.diversity_lambda * likelihoods.entropy
     if loss.native_kl:
-        total = total + loss.native_kl * native_kl
+        total = total + loss.native_kl * likelihoods.native_kl
     better, worse = (loss.beta * (scores - reference)).unbind(1)
     return total, {"loss": total, "preference_loss": preference, "rewards/chosen": better,
                    "rewards/rejected": worse, "rewards/accuracies": better > worse,
-                   "logps/chosen": chosen, "logps/rejected": rejected, "entropy": entropy,
+                   "logps/chosen": chosen, "logps/rejected": rejected,
+                   "entropy": likelihoods.entropy,
                    "residues": n}
 
 
@@ -342,12 +346,13 @@ def micro_batch_loss(model, batch, reference, config, ddp, dtype):
     """Sums over the pairs of a micro-batch: weight x loss, in nats; and (11,) the 9 SUMS times
     weight, then the numbers of pairs and residues. global_gradient divides the loss by the sum of
     the weights of the global batch."""
-    batch = reference.to_device(batch)
-    ref = reference.scores(batch, reference.table)   # outside autocast: in float32
+    scorer = reference.scorer
+    batch = scorer.prepare(batch)
+    base = reference(batch)   # outside autocast: in float32
     with autocast(dtype, ddp):
-        outputs = reference.run_policy(model, batch)
-    likelihoods = reference.likelihoods(*outputs, batch)
-    loss, metrics = objective(likelihoods, batch, ref, config.loss)
+        output = scorer.run(model, batch)
+    likelihoods = scorer.likelihoods(output, batch)
+    loss, metrics = objective(likelihoods, batch, base.scores, config.loss)
     weight = batch["pair_weight"]
     weighted = (weight[:, None] * pack(metrics)).sum(0)
     residues = metrics["residues"].double().sum()
@@ -361,7 +366,7 @@ class MicroBatchDataset(torch.utils.data.Dataset):
     """(step, micro-batch, epoch, pair indices) -> tensors of this micro-batch. All that is random
     is drawn on the CPU, so that it does not depend on device or workers.
 
-    make_batch: function (indices, epoch=) -> batch, of batch_maker of the kind of model."""
+    make_batch: function (indices, epoch=) -> batch, of Scorer.batch_maker."""
 
     def __init__(self, make_batch, seed):
         self.make_batch = make_batch
@@ -378,11 +383,10 @@ class MicroBatchDataset(torch.utils.data.Dataset):
 # ---------------------------------------------------------------- prepare
 @dataclass(kw_only=True)
 class DpoRun(Run):
-    model_kind: Any        # module of KINDS
     pairs: list
     make_batch: Any        # see MicroBatchDataset
     base: str              # hash of the base weights
-    reference: Any         # of kind.make_reference
+    reference: Reference   # of the training pairs
     sums: torch.Tensor     # packed Totals of the epoch so far, as in checkpoints
 
 
@@ -396,14 +400,13 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
     check_config(config)
     former = start_or_continue(config, ddp, work_dir, resume, fresh)
     kind = KINDS[config.model.kind]
-    loaded = kind.load(config, ddp)
-    data = loaded.data
-    base_hash = hash_of(loaded.model.state_dict(), loaded.settings)
+    base, data = load(kind, config, ddp)
+    base_hash = hash_of(base.model.state_dict(), base.settings)
     dtype, precision = choose_precision(config, ddp)
     check_alike({"pairs (hash)": data.fingerprint["hash"], "base weights (hash)": base_hash}, ddp)
-    loaded = loaded._replace(model=loaded.model.to(ddp.device))
-    bare = loaded.model
-    reference = kind.make_reference(loaded, config, ddp)
+    bare = base.model.to(ddp.device)   # the policy
+    base = base._replace(model=copy.deepcopy(bare).eval())
+    scorer = kind.scorer(base, [*data.train, *(data.val or [])], config, ddp)
     anew = kind.options_anew('FORMER' if resume else work_dir)
     check_checkpoint(former, NEEDED, config, bare, anew)
     check_data(former, "pairs", data.fingerprint, anew)
@@ -411,14 +414,14 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
     if former.state is not None and former.state["base"] != base_hash:
         raise ValueError(f"{former.path} was trained from other base weights, or from "
                          f"a base with other settings (hash {former.state['base']}; "
-                         f"{loaded.base}: {base_hash}). Give the same, another --work_dir, or "
+                         f"{base.text}: {base_hash}). Give the same, another --work_dir, or "
                          "--fresh.")
     plan = PairPlan(data.train, training.seed, micro_batches, training.batch_size)
     batch = micro_batches * training.batch_size
     lr_batch = min(batch, len(data.train))   # a small file does not fill the global batch
     validation = None
     if data.val:
-        validation = kind.make_validation(loaded, reference, config, objective)
+        validation = Validation(data.val, scorer, objective)
     sums = torch.zeros(len(SUMS) + len(SEEN) + N_SCALARS, dtype=torch.float64)
     if former.state is not None:
         with using_checkpoint(former.path):
@@ -430,17 +433,16 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
                   "fallen": False,      # has warned that chosen sequences become less likely
                   "collapsed": False},  # has warned that designs become too alike
         seen=SEEN, global_batch=batch, work_dir=work_dir, fingerprint=data.fingerprint, dtype=dtype,
-        validation=validation, model_kind=kind, pairs=data.train, base=base_hash,
-        reference=reference, make_batch=kind.batch_maker(data.train, config, loaded),
-        sums=sums.to(ddp.device))
-    lines = describe_data(run, loaded, precision, ddp)
+        validation=validation, pairs=data.train, base=base_hash, reference=Reference(scorer),
+        make_batch=scorer.batch_maker(data.train), sums=sums.to(ddp.device))
+    lines = describe_data(run, data, precision, ddp)
     print_lines(ddp, lines + describe_run(run, former.state, "pairs", lr_batch, ddp))
     take_folder(run, ddp, fresh, ("checkpoints", "reference", "designs"))
     begin_best_anew(run, ddp, "best_model.pt")
     return run
 
 
-def describe_data(run, loaded, precision, ddp):
+def describe_data(run, data, precision, ddp):
     """Lines to print about model, data, loss and batch."""
     loss = run.config.loss
     n_parameters = sum(p.numel() for p in run.bare.parameters())
@@ -451,11 +453,13 @@ def describe_data(run, loaded, precision, ddp):
         terms += f" - {loss.diversity_lambda:g} entropy"
     if loss.native_kl:
         terms += f" + {loss.native_kl:g} KL of native sequences"
-    name, more, scoring = run.model_kind.describe(run)
+    scorer = run.reference.scorer
+    name, more, scoring = scorer.describe()
     return [f"model: {name}, {n_parameters / 1e6:.2f} million parameters, {more}",
-            f"  from {loaded.base}",
+            f"  from {scorer.base.text}",
+            *(f"  {note}" for note in scorer.base.notes),
             f"  {precision}; the reference is scored in float32",
-            *loaded.data.description,
+            *data.description,
             f"loss: {loss.name}, beta {loss.beta:g}, {scoring}{terms}",
             describe_batch(run, f"up to {run.config.training.batch_size:,} pairs", ddp)]
 
@@ -514,7 +518,7 @@ def train(run, ddp):  # noqa: C901  (the loop of a run on one screen, in the ord
         if is_whole_epoch:
             run.sums.zero_()
         if progress["finished"] or save_now or save_due or reason:
-            run.model_kind.save_model(run, log, ddp, "latest_model.pt")
+            save_model(run, log, ddp, "latest_model.pt")
             save_run(run, log, ddp, "last.pt", training.keep_last, base=run.base,
                      sums=run.sums.tolist())
         if report:   # do not count evaluation and saving as time of training

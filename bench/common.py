@@ -20,7 +20,7 @@ from proteins.sequences import sequence_keys
 from training.command_line import add_launch_arguments, started_ranks
 from training.parser import Parser
 from training.precision import choose_dtype
-from dpo.reference_scores import make_tables
+from dpo.reference import make_tables
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 SCRIPTS = {"sedd": (sedd, "sedd_cpu.yaml"), "dpo": (dpo, "dpo_demo.yaml")}

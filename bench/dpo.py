@@ -24,11 +24,13 @@ from mpnn.batches import collate, collate_complexes, make_batch
 from mpnn.demo import PHI_PSI, build_backbone
 from mpnn.model import ATOMS, PAIRS, random_proteinmpnn
 from mpnn.pairs import Pair, describe, read_pairs
-from mpnn.reference import Reference
+from mpnn.dpo import ProteinMPNNScorer
 from proteins.structures import NAMES, Complex, read_structure
 from training.fast_linear import fast_linear
 from training.loop import global_gradient
 from dpo.pair_plan import PairPlan
+from dpo.reference import Reference
+from dpo.scorer import Base
 
 # {pairs per step: [(order, dtype) of our steps]}, for random pairs and those of a file.
 MADE_CASES = {1: [("arange", "float32"), ("random", "float32")],
@@ -157,7 +159,7 @@ class DpoSteps:
         self.optimizers = {
             "plain": torch.optim.Adam(self.models["plain"].parameters(), lr=3e-6),
             "ours": torch.optim.AdamW(self.models["ours"].parameters(), lr=3e-6, fused=True)}
-        self.reference = Reference(self.base, pairs, self.config, ddp)
+        self.reference = Reference(ProteinMPNNScorer(Base(self.base, ""), pairs, self.config, ddp))
         self.shuffled = np.random.default_rng(0).permutation(len(pairs)).tolist()
         self.plan = PairPlan(pairs, 0, 1, batch_size)
         self.taken = {"plain": 0, "ours": 0}
@@ -165,7 +167,7 @@ class DpoSteps:
         # Clock for loading. Wall time on a device, which works on while this process makes pairs.
         self.clock = time.process_time if ddp.device.type == "cpu" else time.perf_counter
         if order != "random":               # compute the reference's scores once, not per step
-            self.reference.table = self.reference.compute_scores(pairs).to(ddp.device)
+            self.reference.table = self.reference.compute(pairs).to(ddp.device)
 
     def take_steps(self, kind, n):
         """Take n steps, without waiting for the device between them. Returns: Turn."""

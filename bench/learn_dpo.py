@@ -37,11 +37,11 @@ import torch
 import pairs_from_scores
 from bench.common import CONFIGS, CommandParser, read_options, run_on_ranks
 from ddp_setup import AGAIN, all_sum, broadcast, print0
-from mpnn.evaluation import Validation, native_pairs
+from mpnn.base import load_base
+from mpnn.dpo import ProteinMPNNScorer, native_pairs
 from mpnn.model import load_proteinmpnn
 from proteins.mutations import place_all, read_mutations
 from mpnn.pairs import Pair
-from mpnn.reference import Reference, load_base
 from mpnn.variant_tables import Scoring, check_measured, correlate_proteins
 from mpnn.variants import score_alone, score_variants
 from train_dpo_ddp import Config, Loss, objective, prepare, train
@@ -50,6 +50,7 @@ from training.fast_linear import fast_linear
 from training.files import write_text_atomic
 from training.command_line import prepare_and_train
 from dpo.preferences import unpack_sums
+from dpo.validation import Validation
 
 N_ORDERS = 2        # in which native sequences are scored
 N_DESIGNS = 4       # of each protein
@@ -189,8 +190,9 @@ class Judge:
         config.training.seed = 0
         config.loss = Loss(n_orders=N_ORDERS)
         config.monitoring.n_designs = N_DESIGNS
-        model, self.text = load_base(config)
-        model = model.eval().to(ddp.device)
+        base = load_base(config)
+        self.text = base.text
+        model = base.model.eval().to(ddp.device)
         self.ddp = ddp
         self.lower_is_better = args.lower_is_better
         self.most_fall = config.monitoring.fall
@@ -202,9 +204,11 @@ class Judge:
         whole = [Pair(protein.complex, S, S, np.ones(len(S), bool)) for protein in self.proteins
                  for S in [protein.complex.S[:protein.complex.n_designed]]]
         pairs = native_pairs(whole)
-        reference = Reference(copy.deepcopy(model), pairs, config, ddp)
-        self.validation = Validation(pairs, reference, config, objective)
-        self.validation.table = reference.compute_scores(pairs, "native sequences")
+        base = base._replace(model=copy.deepcopy(model))
+        scorer = ProteinMPNNScorer(base, pairs, config, ddp)
+        self.validation = Validation(pairs, scorer, objective)
+        reference = self.validation.reference
+        reference.table = reference.compute(pairs, "native sequences").to(ddp.device)
         self.designs = self.validation.designs
         self.designs.base = self.designs.draw(model, ddp)
         self.base = {"cpu_minutes": 0.0, **self.measure(model)}
@@ -221,7 +225,7 @@ class Judge:
         plain = self.correlate(scores)
         corrected = self.correlate([own - alone for own, alone in zip(scores, self.alone)])
         with torch.no_grad():
-            sums = unpack_sums(self.validation.sums_over_pairs(model, self.ddp))
+            sums = unpack_sums(self.validation.sums_over_pairs(model))
         designs = self.designs.metrics(self.designs.draw(model, self.ddp))
         return {"spearman": plain[0], "spearman_mean": plain[1], "corrected": corrected[0],
                 "corrected_mean": corrected[1],

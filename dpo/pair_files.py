@@ -8,14 +8,49 @@ Finds all that is wrong in a file, and says it once. Writes nothing.
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from proteins.seeds import FOR_SPLIT, random_words
+from proteins.seeds import FOR_SPLIT, content_hash, random_words
 
 MAX_LISTED = 20             # at most so many problems of a file, or contradictions, are listed
 LEAST_WEIGHT = 1e-6         # of a pair
 MOST_WEIGHT = 1e6
+
+
+class PairsOfRun(NamedTuple):
+    """The pairs of a run."""
+    train: list                 # of pairs
+    val: list | None
+    fingerprint: dict           # {"n", "hash"}, compared when a run is resumed
+    description: list           # lines to print
+
+
+def pairs_of_run(train: list, val: list | None, content: Any, description: list) -> PairsOfRun:
+    """PairsOfRun with the hash of `content`, which is all of the pairs that decides a run."""
+    fingerprint = {"n": len(train), "hash": content_hash(content)}
+    return PairsOfRun(train, val, fingerprint, description)
+
+
+def read_both(data: Any, read: Callable) -> tuple[list | None, list | None]:
+    """What `read` makes of data.train_data and data.val_data; None of one that is not given.
+
+    Raises: ValueError that lists the problems of both files."""
+    found = []
+    problems = []
+    for path in (data.train_data, data.val_data):
+        pairs = None
+        try:
+            if path is not None:
+                pairs = read(path)
+        except (ValueError, OSError) as error:
+            problems.append(str(error))
+        found.append(pairs)
+    if problems:
+        raise ValueError("\n".join(problems))
+    train, val = found
+    return train, val
 
 
 def read_items(path: Path, read: Callable, mend: str, alive: Callable = lambda: None) -> list:
@@ -128,20 +163,6 @@ def hold_out(groups: np.ndarray, val_fraction: float, seed: int) -> np.ndarray:
             room -= counts[group]
     held_out = held_out or [min(order, key=lambda group: counts[group])]
     return np.isin(groups, keys[held_out])
-
-
-def try_all(*functions: Callable) -> list:
-    """Call all functions; return their results, or raise one ValueError with all their messages."""
-    results = []
-    problems = []
-    for function in functions:
-        try:
-            results.append(function())
-        except (ValueError, OSError) as error:
-            problems.append(str(error))
-    if problems:
-        raise ValueError("\n".join(problems))
-    return results
 
 
 def unique_keys(items: list[tuple]) -> dict:

@@ -1,19 +1,16 @@
-"""Evaluation of training on preference pairs: metrics, validation, the best model, warnings.
+"""Evaluation of training on preference pairs: metrics, the best model, warnings.
 
-What is the same for every kind of model. A kind gives the run its validation, a function
-(model, ddp) -> metrics by name, with a field `designs`, and writes its weights by
-run.model_kind.save_model. All results are the same for any number of ranks.
+What is the same for every kind of model, and for any number of ranks.
 """
 import math
 import textwrap
 import time
-from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import torch
 
+from ddp_setup import save_checkpoint
 from training.loop import ADVICE, Diverged, record_score, unpack
-from dpo.pair_plan import eval_batches
+from training.resume import before_saving
 
 # Metrics of a pair, in the order in which `pack` lays them side by side. rewards: beta x (ln p -
 # ln p of the reference), or beta x ln p for losses without a reference. Also the order of sums in
@@ -25,22 +22,6 @@ COLUMNS = {"val/loss": ("loss", 4), "val/rewards/accuracies": ("accuracy", 3),
            "val/rewards/margins": ("margin", 3), "val/recovery": ("recovery", 3),
            "val/kl": ("KL", 4), "val/margin_noise": ("noise", 3)}
 SEEN = ("pairs", "residues")   # counts of what a run has trained on so far
-
-
-class Loaded(NamedTuple):
-    """What a run starts from."""
-    data: Any       # train, val (or None): lists of pairs; fingerprint {"n", "hash"}; description
-    model: Any      # with the base weights, on the CPU
-    base: str       # text that describes these
-    more: Any = None    # what else the kind of model needs
-    settings: str = ""  # what decides the scores of the base beside its weights
-
-
-class Likelihoods(NamedTuple):
-    """What the loss of P pairs is made of, under the policy."""
-    scores: torch.Tensor            # (P, 2) ln p of chosen and rejected, summed over residues
-    entropy: torch.Tensor           # (P,) mean of a residue, in nats
-    native_kl: torch.Tensor | None = None   # (P,) for loss.native_kl
 
 
 def pack(metrics: dict) -> torch.Tensor:
@@ -65,27 +46,6 @@ def metrics_of(packed: torch.Tensor, pairs: float | torch.Tensor, prefix: str = 
     means = {name: float(x) / pairs for name, x in sums.items()}
     means["rewards/margins"] = means["rewards/chosen"] - means["rewards/rejected"]
     return {prefix + name: value for name, value in means.items()}
-
-
-class PairValidation:
-    """What the validation of every kind of model has.
-
-    designs: a function (model, step, folder, ddp) -> metrics of sequences that the policy draws, or
-    None. table: what the reference gives for all pairs, or None: it is computed at each call.
-    batches: index arrays, the same for any number of ranks.
-    """
-
-    def __init__(self, pairs: list, reference: Any, config: Any, objective: Callable):
-        """objective: function (Likelihoods, batch, reference scores, section Loss) -> (loss of each
-        pair, metrics {name: (P,)} of SUMS), as in training."""
-        self.pairs = pairs
-        self.reference = reference
-        self.config = config
-        self.objective = objective
-        self.table = None
-        self.designs = None
-        self.weights = torch.tensor([pair.weight for pair in pairs], dtype=torch.float64)
-        self.batches = eval_batches(pairs, config.training.batch_size)
 
 
 def evaluate_start(run, log, ddp):
@@ -164,7 +124,7 @@ def keep_best_of_training(run, log, values, ddp):
 
 def validate(run, log, ddp):
     """Metrics of the validation pairs and of designs for their structures. May print warnings."""
-    values = run.validation(run.bare, ddp)
+    values = run.validation(run.bare)
     warn_of_fall(run, log, values["val/logps/chosen_per_residue"])
     if run.validation.designs is not None:
         step = run.progress["step"]
@@ -175,8 +135,9 @@ def validate(run, log, ddp):
 
 def warn_of_collapse(run, log, values):
     """Warn, once per run, if designs have lost diversity. values: metrics of Designs."""
-    progress = run.progress   # untrained base weights have no diversity worth keeping
-    if progress["collapsed"] or run.config.model.base_model_name == "random":
+    progress = run.progress
+    has_diversity = run.reference.scorer.base.is_trained    # of random weights none is worth it
+    if progress["collapsed"] or not has_diversity:
         return
     sign = run.validation.designs.sign_of_collapse(values)
     if sign:
@@ -212,7 +173,15 @@ def keep_best(run, log, values, score, ddp):
         raise Diverged(f"step {run.progress['step']}: the loss is {score}; expected a finite "
                        f"number. {ADVICE}")
     if record_score(run, score, values, ddp):
-        run.model_kind.save_model(run, log, ddp, "best_model.pt")
+        save_model(run, log, ddp, "best_model.pt")
+
+
+def save_model(run, log, ddp, name):
+    """Write the weights of the policy to a file in the run folder, as other tools read them."""
+    before_saving(run, log, ddp)
+    step = run.progress["step"]
+    content = run.reference.scorer.file_content(run.bare, step // run.steps_per_epoch, step)
+    save_checkpoint(str(run.work_dir / name), ddp, resumes=False, **content)
 
 
 def short_result(values, prefix="val/"):

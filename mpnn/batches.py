@@ -47,6 +47,7 @@ def make_batch(pairs: list, indices: list[int], loss: Any, seed: int,
     Returns a dict of
         S, order: (M, L) int64, the sequences and the order in which each is decoded.
         complex_row: (M,) int64, the row's complex, numbered in order of first appearance.
+        complex_keys: (U,) int64, keys of the complexes.
         sequence_rows: (P, O, 2) int64, row in S of the chosen and the rejected sequence of a pair
             under each of its O orders.
         scored: (P, L) float32, 1 = residue is scored. n_scored: (P,) number of scored residues.
@@ -70,7 +71,7 @@ def make_batch(pairs: list, indices: list[int], loss: Any, seed: int,
     complex_row, S, order = zip(*(row for _, row in found.values()))
     scored = batch["chain_M"] * batch["mask"][batch["complex"]]
     made = {"S": torch.stack(S), "order": torch.stack(order),
-            "complex_row": torch.tensor(complex_row),
+            "complex_row": torch.tensor(complex_row), "complex_keys": batch["complex_keys"],
             "sequence_rows": torch.tensor(sequence_rows).view(len(indices), -1, 2),
             "scored": scored, "n_scored": scored.sum(1), "pair_numbers": torch.as_tensor(indices),
             "pair_weight": torch.tensor([pairs[i].weight for i in indices], dtype=torch.float32)}
@@ -186,6 +187,7 @@ def collate(pairs: list, indices: Iterable[int]) -> dict[str, torch.Tensor]:
         pairs:   list of Pair.
         indices: which of them.
     Returns: dict of S and mask as of collate_complexes, and
+        complex_keys     (U,) int64
         complex          (P,) int64, row of the pair's complex in S and mask
         chosen, rejected (P, L) int64, letters of the whole complex
         chain_M          (P, L) float32, 1 = designed; chain_M x mask[complex] is 1 where scored
@@ -194,6 +196,7 @@ def collate(pairs: list, indices: Iterable[int]) -> dict[str, torch.Tensor]:
     complexes = {pair.complex.key: pair.complex for pair in batch_pairs}
     rows = {key: row for row, key in enumerate(complexes)}
     batch = collate_complexes([*complexes.values()], ("S", "mask"))
+    batch["complex_keys"] = torch.tensor([*complexes])
     batch["complex"] = torch.tensor([rows[pair.complex.key] for pair in batch_pairs])
     batch["chosen"] = batch["S"][batch["complex"]]
     batch["rejected"] = batch["chosen"].clone()

@@ -1,6 +1,6 @@
 """Sequences that the policy draws for validation structures in DPO training: has it collapsed?
 
-    designs = Designs(pairs, reference, config)
+    designs = Designs(pairs, scorer)
     values = designs(model, step, folder, ddp)     # metrics by name; FOLDER/designs/step_N.fasta
 
 A design problem is a complex, the positions to design in it, and the letters of all others. The
@@ -19,7 +19,6 @@ from torch.nn.functional import pad
 
 from ddp_setup import all_sum, note_progress, seed_for
 from mpnn.model import ALPHABET, decoding_order, gumbel_noise
-from mpnn.reference import Reference, stack
 from proteins.structures import Complex
 from proteins.letters import X_ID, decode
 from dpo.designs import PolicyDesigns
@@ -59,10 +58,12 @@ class Designs(PolicyDesigns):
 
     what = "designs of one structure"
 
-    def __init__(self, pairs: list, reference: Reference, config: Any):
-        super().__init__(reference.model)
+    def __init__(self, pairs: list, scorer: Any):
+        """scorer: see ProteinMPNNScorer in mpnn/dpo.py."""
+        super().__init__(scorer.base.model)
+        config = scorer.config
         self.problems = design_problems(pairs)[:MOST_PROBLEMS]
-        self.reference = reference
+        self.scorer = scorer
         self.seed = config.training.seed
         self.number = config.monitoring.n_designs
         self.temperature = config.monitoring.design_temperature
@@ -95,7 +96,7 @@ class Designs(PolicyDesigns):
         indices = [index for index, _ in batch]
         rows = list(dict.fromkeys(indices))         # distinct problems
         L = len(self.problems[indices[0]].complex)
-        graph = stack([self.reference.graph(self.problems[i].complex) for i in rows])
+        graph = self.scorer.graph([self.problems[i].complex for i in rows])
         inputs = zip(*(self.inputs(self.problems[i], number, L) for i, number in batch))
         letters, drawn, order, noise = (torch.stack(x).to(ddp.device) for x in inputs)
         structure = torch.tensor([rows.index(i) for i in indices], device=ddp.device)

@@ -9,27 +9,20 @@ mpnn/pairs.py reads; writes nothing.
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from mpnn.demo import demo_pairs
 from mpnn.pairs import describe, read_pairs
-from dpo.pair_files import hold_out, join_groups, try_all
-from proteins.seeds import FOR_SPLIT, content_hash, content_key, random_words
+from dpo.pair_files import PairsOfRun, hold_out, join_groups, pairs_of_run, read_both
+from proteins.seeds import FOR_SPLIT, content_key, random_words
 
 MOST_MISSED = 2             # warn if the held-out fraction misses val_fraction by a larger factor
 
 
-class TrainingPairs(NamedTuple):
-    train: list                 # of Pair
-    val: list                   # of Pair, or None
-    fingerprint: dict           # {"n", "hash"}, compared when a run is resumed
-    description: list           # lines to print
-
-
 def load_pairs(data: Any, seed: int, alive: Callable = lambda: None,
-               ca_only: bool = False) -> TrainingPairs:
+               ca_only: bool = False) -> PairsOfRun:
     """The pairs to train on and to validate with.
 
     Args:
@@ -37,7 +30,6 @@ def load_pairs(data: Any, seed: int, alive: Callable = lambda: None,
             max_length, mutable_positions, mutable_ranges, demo_structures, demo_pairs.
         seed:  of the split and of the demo pairs.
         alive, ca_only: see read_pairs.
-    Returns: TrainingPairs.
     Raises: ValueError that lists the problems of both files.
     """
     positions = data.mutable_positions or data.mutable_ranges
@@ -46,11 +38,9 @@ def load_pairs(data: Any, seed: int, alive: Callable = lambda: None,
     warnings = []
 
     def read(path):
-        if path is None:
-            return None
         return read_pairs(path, structures, positions, data.max_length, notes, alive, ca_only)
 
-    pairs, val = try_all(lambda: read(data.train_data), lambda: read(data.val_data))
+    pairs, val = read_both(data, read)
     if data.train_data is None:
         pairs = demo_pairs(seed, data.demo_structures, data.demo_pairs)
     lines = [f"data: {data.train_data or 'demo (no --train_data)'}: {describe(pairs)}"]
@@ -80,8 +70,8 @@ def load_pairs(data: Any, seed: int, alive: Callable = lambda: None,
     weights = [pair.weight for pair in all_pairs]
     if any(weight != 1 for weight in weights):
         content.append(weights)
-    return TrainingPairs(pairs, val, {"n": len(pairs), "hash": content_hash(content)},
-                         lines + [f"ATTENTION: {warning}" for warning in warnings])
+    lines += [f"ATTENTION: {warning}" for warning in warnings]
+    return pairs_of_run(pairs, val, content, lines)
 
 
 def split_pairs(pairs: list, val_fraction: float, seed: int) -> tuple[list, list, list]:

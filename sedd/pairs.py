@@ -16,13 +16,14 @@ Writes nothing. No model and no process group here.
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from proteins.letters import X_ID, encode
-from dpo.pair_files import hold_out, join_groups, quote, read_items, read_list, read_weight, try_all
-from proteins.seeds import content_hash, content_key
+from dpo.pair_files import (PairsOfRun, hold_out, join_groups, pairs_of_run, quote, read_both,
+                            read_items, read_list, read_weight)
+from proteins.seeds import content_key
 from proteins.tables import check_cells, read_rows, read_table_text, table_columns
 
 REQUIRED = ("preferred_seq", "unpreferred_seq")
@@ -48,20 +49,12 @@ class SequencePair:
         self.shared_key = self.length
 
 
-class PairsOfRun(NamedTuple):
-    """The pairs of a run."""
-    train: list                 # of SequencePair
-    val: list | None
-    fingerprint: dict           # {"n", "hash"}, compared when a run is resumed
-    description: list           # lines to print
-
-
-def read_pairs(path: str | Path, longest: int,
+def read_pairs(path: str | Path, longest: int | None,
                alive: Callable = lambda: None) -> list[SequencePair]:
     """Read and check a file of pairs.
 
     Args:
-        longest: most residues of a sequence. alive: called before each pair.
+        longest: most residues of a sequence, or None: any number. alive: called before each pair.
     Raises: one ValueError with the first problem of each bad item, counted from 0 (of a table: from
         the line below the header); OSError for a file that cannot be opened.
     """
@@ -137,14 +130,15 @@ def read_letters(entry, key, longest):
         raise ValueError(f"{key}: {error}".rstrip(".")) from None
     if (letters == X_ID).all():
         raise ValueError(f"{key} has unknown residues alone; expected some of the 20 amino acids")
-    if len(letters) > longest:
+    if longest is not None and len(letters) > longest:
         raise ValueError(f"{key} has {len(letters):,} residues; expected at most {longest:,}: as "
                          "many as the base was trained on, or data.max_length if that is less. "
                          "Leave the pair out")
     return letters
 
 
-def load_pairs(data: Any, seed: int, longest: int, alive: Callable = lambda: None) -> PairsOfRun:
+def load_pairs(data: Any, seed: int, longest: int | None,
+               alive: Callable = lambda: None) -> PairsOfRun:
     """The pairs to train on and to validate with.
 
     Args:
@@ -152,10 +146,7 @@ def load_pairs(data: Any, seed: int, longest: int, alive: Callable = lambda: Non
         seed: of the split. longest, alive: see read_pairs.
     Raises: ValueError that lists the problems of both files.
     """
-    def read(path):
-        return None if path is None else read_pairs(path, longest, alive)
-
-    pairs, val = try_all(lambda: read(data.train_data), lambda: read(data.val_data))
+    pairs, val = read_both(data, lambda path: read_pairs(path, longest, alive))
     lines = [f"data: {data.train_data}: {describe(pairs)}"]
     for path in (data.train_data, data.val_data):
         unused = unused_columns(path)
@@ -182,7 +173,7 @@ def load_pairs(data: Any, seed: int, longest: int, alive: Callable = lambda: Non
         lines.append(f"  {len(pairs):,} pairs for training, {len(val):,} in {n_groups:,} group(s) "
                      "for validation")
     content = [[(pair.key, pair.weight) for pair in part] for part in (pairs, val or [])]
-    return PairsOfRun(pairs, val, {"n": len(pairs), "hash": content_hash(content)}, lines)
+    return pairs_of_run(pairs, val, content, lines)
 
 
 def groups_of(pairs: list[SequencePair]) -> np.ndarray:

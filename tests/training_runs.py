@@ -16,7 +16,7 @@ from launchers import ROOT, fork_ranks
 from training.config import load_config
 from training.command_line import prepare_and_train
 from training.loop import global_gradient, open_batches, take_step
-from dpo.reference_scores import make_tables
+from dpo.reference import make_tables
 
 SCRIPTS = {"sedd": train_sedd_ddp, "dpo": train_dpo_ddp}
 

@@ -10,7 +10,7 @@ import sample_proteinmpnn
 from mpnn.batches import collate_complexes
 from mpnn.model import load_proteinmpnn, to_checkpoint
 from mpnn.published import INSTALL, find_weights, in_folder, in_package, is_published
-from mpnn.reference import path_of_base
+from mpnn.base import path_of_base
 from proteins.structures import Complex, read_structure
 from train_dpo_ddp import Model
 

@@ -1,6 +1,7 @@
 """Does train_dpo_ddp.py train the right thing on any number of ranks, stop, go on and refuse?"""
 
 import copy
+import functools
 import json
 import math
 import re
@@ -29,14 +30,15 @@ from proteins.structures import NAMES, Complex, Structure
 import test_proteinmpnn_model
 from test_proteinmpnn_model import each_case, graph_of, near
 from mpnn_cases import Atoms
-from mpnn.reference import Reference, pair_scores, run_policy
-from mpnn.evaluation import Validation
-from mpnn.preferences import batch_maker
+import mpnn.dpo
+from mpnn.dpo import ProteinMPNNScorer, native_kl, native_pairs, pair_scores
 from train_dpo_ddp import (Config, Loss, MicroBatchDataset, describe_plan, micro_batch_loss,
                            objective, preference_loss, prepare, read_arguments, train)
 from training.loop import MicroBatchSampler
 from dpo.pair_plan import PairPlan
-from dpo.preferences import Likelihoods
+from dpo.reference import Reference
+from dpo.scorer import Base, Likelihoods
+from dpo.validation import Validation
 from training_runs import (  # noqa: F401 (the fixture one_thread)
     ROOT, assert_refused, command_lines, driver, equal, gradients, on_ranks, one_thread, rows,
     same_run, timeless, words)
@@ -202,10 +204,10 @@ def test_orders_put_fixed_residues_first_and_are_keyed_by_seed_pair_and_epoch():
 
 
 def networks(config, ddp=Ddp()):
-    """(policy, Reference, pairs) of small_pairs; policy and reference have other weights."""
+    """(policy, Scorer, pairs) of small_pairs; policy and base have other weights."""
     pairs = small_pairs()
-    (policy, model) = (random_proteinmpnn(k, **SMALL) for k in (2, 1))
-    return policy, Reference(model, pairs, config, ddp), pairs
+    (policy, base) = (random_proteinmpnn(k, **SMALL) for k in (2, 1))
+    return policy, ProteinMPNNScorer(Base(base.eval(), "random"), pairs, config, ddp), pairs
 
 
 @torch.no_grad()
@@ -249,12 +251,12 @@ def plain_native_term(models, batch, pairs, number):
 
 def test_the_divergence_on_native_sequences_is_that_of_each_scored_by_itself():
     config = tiny(loss__native_kl=1)
-    policy, reference, pairs = networks(config)
-    batch = reference.to_device(make_batch(pairs, list(range(len(pairs))), config.loss, 0, 0))
-    _, natives = run_policy(policy, batch)
+    policy, scorer, pairs = networks(config)
+    batch = scorer.prepare(make_batch(pairs, list(range(len(pairs))), config.loss, 0, 0))
+    natives = scorer.run(policy, batch).natives
     parameters = list(policy.parameters())
-    found = torch.autograd.grad(reference.native_kl(natives, batch).sum(), parameters)
-    models = (policy, reference.model)
+    found = torch.autograd.grad(native_kl(natives, batch).sum(), parameters)
+    models = (policy, scorer.base.model)
     plain = sum(plain_native_term(models, batch, pairs, i) for i in range(len(pairs)))
     for a, b in zip(found, torch.autograd.grad(plain, parameters), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * float(b.norm()) + 1e-8)
@@ -273,7 +275,8 @@ def test_native_sequences_are_decoded_in_orders_of_all_residues_that_are_new_in_
 
 
 def test_dropout_is_seeded_by_step_and_micro_batch_anew():
-    dataset = MicroBatchDataset(batch_maker(demo_pairs(0, 1, 1), Config(), None), seed=0)
+    make = functools.partial(make_batch, demo_pairs(0, 1, 1), loss=Loss(), seed=0)
+    dataset = MicroBatchDataset(make, seed=0)
     seeds = {dataset[step, micro, 0, [0]]["seed"] for step in range(2) for micro in range(2)}
     assert len(seeds) == 4
 
@@ -284,17 +287,18 @@ def test_validation_means_are_over_weighted_pairs_with_recovery_and_kl_on_native
         tmp_path, settings):
     """Of mixed batches, as if each sequence was scored alone."""
     config = tiny(**settings)
-    policy, reference, pairs = networks(config)
-    v = Validation(pairs, reference, config, objective)
-    v.table, _ = reference.precompute(pairs, "hash", tmp_path, "pairs")
-    assert sorted(np.concatenate(v.batches)) == list(range(len(pairs)))
-    found = v(policy, Ddp())
+    policy, scorer, pairs = networks(config)
+    base_model = scorer.base.model
+    v = Validation(pairs, scorer, objective)
+    v.reference.fill_table(pairs, "hash", tmp_path, "pairs")
+    table = v.reference.table
+    found = v(policy)
     base, scores = (
         torch.tensor([[alone(model, p, S, orders_of(p, config.loss, 0), config.loss.temperature)
                        for S in (p.chosen, p.rejected)] for p in pairs])
-        for model in (reference.model, policy))
-    torch.testing.assert_close(v.table, base, rtol=1e-5, atol=2e-4)
-    rewards = 0.1 * (scores - v.table)
+        for model in (base_model, policy))
+    torch.testing.assert_close(table, base, rtol=1e-5, atol=2e-4)
+    rewards = 0.1 * (scores - table)
     margin = rewards[:, 0] - rewards[:, 1]
     for name, values in {"loss": torch.nn.functional.softplus(-margin), "rewards/margins": margin,
                          "rewards/accuracies": (margin > 0).float(),
@@ -302,24 +306,25 @@ def test_validation_means_are_over_weighted_pairs_with_recovery_and_kl_on_native
         mean = np.average(values.tolist(), weights=[pair.weight for pair in pairs])
         assert found[f"val/{name}"] == pytest.approx(mean, rel=1e-4, abs=1e-4), name
     sums = torch.zeros(3)   # KL(policy | reference), recovered, residues
-    for p in v.natives:
+    natives = native_pairs(pairs)
+    for p in natives:
         (a, letters, weight), (b, _, _) = (
             everywhere(m, p, p.chosen, orders_of(p, config.loss, 0)[0])
-            for m in (policy, reference.model))
+            for m in (policy, base_model))
         each = (a.exp() * (a - b)).sum(-1), (a.argmax(-1) == letters).float(), torch.ones(len(a))
         sums += (torch.stack(each) @ weight).detach()
     kl, recovered = (sums[:2] / sums[2]).tolist()
     assert found["val/kl"] == pytest.approx(kl, rel=1e-3) and kl > 0.01 and policy.training
     assert found["val/recovery"] == pytest.approx(recovered) and recovered > 0
-    assert v(copy.deepcopy(reference.model).train(), Ddp())["val/kl"] == pytest.approx(0, abs=1e-6)
-    assert len(v.natives) == len({(p.complex.key, p.chain_M.tobytes()) for p in pairs})
+    assert v(copy.deepcopy(base_model).train())["val/kl"] == pytest.approx(0, abs=1e-6)
+    assert len(natives) == len({(p.complex.key, p.chain_M.tobytes()) for p in pairs})
 
 
 def designs_of(ddp, only=None):
     """(Designs of small_pairs, or of one of them, letters that the policy draws)."""
     config = tiny(monitoring__n_designs=3, monitoring__design_temperature=0.5)
-    policy, reference, pairs = networks(config, ddp)
-    found = Designs(pairs if only is None else [pairs[only]], reference, config)
+    policy, scorer, pairs = networks(config, ddp)
+    found = Designs(pairs if only is None else [pairs[only]], scorer)
     return found, found.draw(policy, ddp)
 
 
@@ -348,7 +353,7 @@ def test_designs_change_designed_resolved_positions_alone_and_hang_on_their_prob
 
 def test_metrics_of_designs_by_hand_and_a_collapsed_model_is_seen():
     designs, _ = designs_of(Ddp())
-    designs.base = designs.draw(designs.reference.model, Ddp())
+    designs.base = designs.draw(designs.base_model, Ddp())
     base = designs.metrics(designs.base)
     assert base["val/design_shift"] == 0 and not designs.sign_of_collapse(base)
     w = ALPHABET.index("W")
@@ -381,13 +386,14 @@ def gradients_of(ddp, by_definition=False):
     float64. By the definition: the mean over all pairs, each scored by itself."""
     config = tiny(loss__sft=0.3, loss__diversity_lambda=0.2, loss__n_orders=2, loss__native_kl=0.7,
                   loss__share_order=True)      # a sequence of several pairs is computed once
-    policy, ref, pairs = networks(config, ddp)
+    policy, scorer, pairs = networks(config, ddp)
     policy = policy.double()
-    ref.model = ref.model.double()
+    base = scorer.base.model.double()
+    reference = Reference(scorer)
     plan = PairPlan(pairs, 0, 4, config.training.batch_size)
 
     def loss_of(model, batch):
-        return micro_batch_loss(model, batch, ref, config, ddp, torch.float32)
+        return micro_batch_loss(model, batch, reference, config, ddp, torch.float32)
 
     def whole(step):
         total = weights = 0.0
@@ -395,18 +401,19 @@ def gradients_of(ddp, by_definition=False):
         for _, _, epoch, indices in (plan.item_of(step, k) for k in range(4)):
             together = make_batch(pairs, indices, config.loss, 0, epoch)
             for i in indices:
-                batch = ref.to_device(make_batch(pairs, [i], without, 0, epoch))
-                log_probs = policy(batch["graph"], batch["S"], batch["order"], batch["complex_row"])
-                likelihoods = ref.likelihoods(log_probs, None, batch)
-                loss = objective(likelihoods, batch, ref.scores(batch), without)[0].sum()
-                kl = plain_native_term((policy, ref.model), together, pairs, i)
+                batch = scorer.prepare(make_batch(pairs, [i], without, 0, epoch))
+                scores, ref = (pair_scores(model(batch["graph"], batch["S"], batch["order"],
+                                                 batch["complex_row"]), batch, 1)
+                               for model in (policy, base))
+                loss = objective(Likelihoods(*scores), batch, ref[0].detach(), without)[0].sum()
+                kl = plain_native_term((policy, base), together, pairs, i)
                 loss = loss + config.loss.native_kl * kl
                 total = total + pairs[i].weight * loss
                 weights = weights + pairs[i].weight
         return total / weights
 
     return gradients(policy, MicroBatchSampler(plan.item_of, 4, ddp, 0, 2), MicroBatchDataset(
-        batch_maker(pairs, config, None), 0), loss_of, ddp, whole if by_definition else None)
+        scorer.batch_maker(pairs), 0), loss_of, ddp, whole if by_definition else None)
 
 
 def test_any_number_of_ranks_makes_the_gradient_of_the_weighted_mean_and_the_designs(tmp_path):
@@ -587,16 +594,17 @@ def test_scores_under_the_reference_are_kept_for_orders_that_stay(tmp_path, caps
 @torch.no_grad()
 def test_the_unfolded_reference_scores_each_residue_alone():
     config = tiny(loss__reference="unfolded")
-    _, reference, pairs = networks(config)
+    _, scorer, pairs = networks(config)
+    model = scorer.base.model
     one = torch.ones(1, 1, dtype=torch.int64)
     pairs = pairs[::4]
-    for pair, found in zip(pairs, reference.compute_scores(pairs), strict=True):
+    for pair, found in zip(pairs, Reference(scorer).compute(pairs), strict=True):
         complex = pair.complex
         expected = [0.0, 0.0]
         for row in np.flatnonzero(pair.chain_M & complex.mask[:len(pair.chain_M)]):
             X = torch.from_numpy(complex.X[row])[None, None]
-            graph = reference.model.graph(X, one, one, one)
-            log_probs = reference.model(graph, one, one - 1)[0, 0]
+            graph = model.graph(X, one, one, one)
+            log_probs = model(graph, one, one - 1)[0, 0]
             expected[0] += float(log_probs[pair.chosen[row]])
             expected[1] += float(log_probs[pair.rejected[row]])
         assert found.tolist() == pytest.approx(expected, rel=1e-5)
@@ -628,7 +636,7 @@ def test_little_room_for_graphs_makes_them_anew_and_changes_nothing(tmp_path, mo
     monkeypatch.setattr(ProteinMPNN, "graph", counted_graph)
     run(tiny(), tmp_path / "a")
     n_with_room = len(made)
-    monkeypatch.setattr("mpnn.reference.CACHE_BYTES", 0)
+    monkeypatch.setattr(mpnn.dpo, "MOST_KEPT", 0)
     run(tiny(), tmp_path / "little")
     assert len(made) > 3 * n_with_room, "graphs are made anew"
     same_run(tmp_path / "a", tmp_path / "little")
@@ -827,7 +835,6 @@ def test_bad_input_is_refused_with_one_message_and_leaves_nothing(files):
     entries = json.loads((files / "pairs.json").read_text())
     (files / "short.json").write_text(json.dumps([{**entries[0], "preferred_seq": "ACD"}]))
     (files / "one.json").write_text(json.dumps(entries[:1]))
-    (files / "c.yaml").write_text("training: {batch_size: 2}\n")
     base = "--train_data pairs.json --base_model_dir w --output_dir new --num_epochs 1 "
     assert_refused("train_dpo_ddp", [
         ("", "data.train_data is not given"),

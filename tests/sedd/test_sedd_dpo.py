@@ -1,5 +1,6 @@
 """Does train_dpo_ddp.py train SEDD on preference pairs, on any number of ranks, and refuse?"""
 
+import copy
 import json
 import math
 
@@ -10,7 +11,7 @@ import torch
 import sample_sedd
 from ddp_setup import Ddp
 from sedd.pairs import SequencePair, groups_of, read_pairs
-from sedd.preferences import Validation, batch_maker, load, make_reference
+from sedd.dpo import SeddKind
 from proteins.letters import AMINO_ACIDS, encode
 from sedd.weights import load_sedd
 from sedd_cases import NOISE, SIZES, write_checkpoint
@@ -20,6 +21,9 @@ from training.config import load_config
 from training.command_line import prepare_and_train
 from training.loop import MicroBatchSampler
 from dpo.pair_plan import PairPlan
+from dpo.reference import Reference
+from dpo.scorer import load
+from dpo.validation import Validation
 from training.resume import hash_of
 from training_runs import (  # noqa: F401 (the fixture one_thread)
     assert_refused, gradients, on_ranks, one_thread, rows, same_run, words)
@@ -62,6 +66,22 @@ def settings(folder, **more):
 def run(config, work_dir, **options):
     ddp = Ddp()
     return prepare_and_train(ddp, lambda: prepare(config, ddp, work_dir, **options), train)
+
+
+def scorer_of(config, ddp=Ddp()):
+    """(Scorer, pairs) of a config."""
+    kind = SeddKind()
+    base, data = load(kind, config, ddp)
+    return kind.scorer(base, [*data.train, *(data.val or [])], config, ddp), data
+
+
+def moved(model):
+    """A copy of a model with other weights."""
+    policy = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.mul_(1.05)
+    return policy
 
 
 # ---- training ----
@@ -110,12 +130,11 @@ def test_kept_scores_are_not_taken_for_a_base_of_equal_weights_and_other_setting
     for more in ({}, other):
         write_checkpoint(made / "base.pt", **more)
         config = settings(made, data__val_fraction=0)
-        loaded = load(config, Ddp())
-        pairs = loaded.data.train
-        reference = make_reference(loaded, config, Ddp())
-        base_hash = hash_of(loaded.model.state_dict(), loaded.settings)
-        found, _ = reference.precompute(pairs, base_hash, made / "kept", "pairs")
-    torch.testing.assert_close(found, reference.compute_parts(pairs, "pairs"))
+        scorer, data = scorer_of(config)
+        reference = Reference(scorer)
+        base_hash = hash_of(scorer.base.model.state_dict(), scorer.base.settings)
+        reference.fill_table(data.train, base_hash, made / "kept", "pairs")
+    torch.testing.assert_close(reference.table, reference.compute(data.train))
 
 
 def test_a_run_is_not_resumed_from_a_base_of_equal_weights_and_another_noise(made):
@@ -139,16 +158,13 @@ def gradients_of(ddp, folder, by_definition=False):
     """See training_runs.gradients, in float64. By the definition: the mean over all pairs of a
     step by weight, each by itself."""
     config = settings(folder, loss__sft=0.3, loss__diversity_lambda=0.2, data__val_fraction=0)
-    loaded = load(config, ddp)
-    loaded.model.double()
-    reference = make_reference(loaded, config, ddp)
-    policy = loaded.model
-    with torch.no_grad():
-        for parameter in policy.parameters():
-            parameter.mul_(1.05)
-    pairs = loaded.data.train
+    scorer, data = scorer_of(config, ddp)
+    scorer.base.model.double()
+    reference = Reference(scorer)
+    policy = moved(scorer.base.model)
+    pairs = data.train
     plan = PairPlan(pairs, 0, 4, config.training.batch_size)
-    make = batch_maker(pairs, config, loaded)
+    make = scorer.batch_maker(pairs)
 
     def loss_of(model, batch):
         return micro_batch_loss(model, batch, reference, config, ddp, torch.float32)
@@ -157,10 +173,10 @@ def gradients_of(ddp, folder, by_definition=False):
         total = weights = 0.0
         for _, _, epoch, indices in (plan.item_of(step, k) for k in range(4)):
             for i in indices:
-                batch = reference.to_device(make([i], epoch=epoch))
-                outputs = reference.run_policy(policy, batch)
-                likelihoods = reference.likelihoods(*outputs, batch)
-                loss, _ = objective(likelihoods, batch, reference.scores(batch), config.loss)
+                batch = scorer.prepare(make([i], epoch=epoch))
+                with torch.no_grad():
+                    base = scorer(scorer.base.model, batch)
+                loss, _ = objective(scorer(policy, batch), batch, base.scores, config.loss)
                 total = total + pairs[i].weight * loss.sum()
                 weights = weights + pairs[i].weight
         return total / weights
@@ -173,7 +189,7 @@ def gradients_of(ddp, folder, by_definition=False):
 def test_any_number_of_ranks_makes_the_gradient_of_the_weighted_mean(made):
     expected = gradients_of(Ddp(), made, by_definition=True)
     for n in (1, 2, 3, 4):
-        found = on_ranks(n, "test_preferences", "gradients_of(ddp, '.')", made)
+        found = on_ranks(n, "test_sedd_dpo", "gradients_of(ddp, '.')", made)
         for a, b in zip(found, expected, strict=True):
             for name in b:
                 torch.testing.assert_close(a[name], b[name], rtol=1e-6, atol=1e-8)
@@ -182,20 +198,17 @@ def test_any_number_of_ranks_makes_the_gradient_of_the_weighted_mean(made):
 def validated(ddp, folder):
     """Metrics of validation, of a policy with other weights than the reference."""
     config = settings(folder, monitoring__n_designs=2)
-    loaded = load(config, ddp)
-    reference = make_reference(loaded, config, ddp)
-    with torch.no_grad():
-        for parameter in loaded.model.parameters():
-            parameter.mul_(1.05)
-    validation = Validation(loaded.data.val, reference, config, objective)
-    values = validation(loaded.model, ddp)
-    drawn = [row.tolist() for row in validation.designs.draw(loaded.model, ddp)]
+    scorer, data = scorer_of(config, ddp)
+    policy = moved(scorer.base.model)
+    validation = Validation(data.val, scorer, objective)
+    values = validation(policy)
+    drawn = [row.tolist() for row in validation.designs.draw(policy, ddp)]
     return values, drawn
 
 
 @pytest.mark.slow
 def test_validation_is_the_same_on_two_ranks(made):
-    assert on_ranks(2, "test_preferences", "validated(ddp, '.')", made) == validated(Ddp(), made)
+    assert on_ranks(2, "test_sedd_dpo", "validated(ddp, '.')", made) == validated(Ddp(), made)
 
 
 # ---- pairs ----
@@ -252,7 +265,7 @@ def test_columns_of_a_table_that_are_not_used_are_named(made):
     (made / "pairs.csv").write_text("\n".join(lines) + "\n")
     config = settings(made, data__train_data=str(made / "pairs.csv"), data__val_fraction=0)
     assert f"  {made / 'pairs.csv'}: columns that are not used: weigth" in load(
-        config, Ddp()).data.description
+        SeddKind(), config, Ddp())[1].description
 
 
 def test_a_table_of_pairs_on_structures_is_refused(tmp_path):
@@ -264,13 +277,13 @@ def test_a_table_of_pairs_on_structures_is_refused(tmp_path):
 def test_a_term_of_entropy_is_refused_for_a_base_that_hides_no_residues(made):
     write_checkpoint(made / "base.pt", graph="uniform")
     with pytest.raises(ValueError, match="loss.diversity_lambda is 0.1, but .* uniform graph"):
-        load(settings(made, loss__diversity_lambda=0.1), Ddp())
+        load(SeddKind(), settings(made, loss__diversity_lambda=0.1), Ddp())
 
 
 def test_what_is_assumed_of_a_base_is_said(made):
     write_checkpoint(made / "base.pt", letters=None)
-    lines = load(settings(made), Ddp()).data.description
-    assert any("no letter frequencies" in line for line in lines)
+    base, _ = load(SeddKind(), settings(made), Ddp())
+    assert any("no letter frequencies" in note for note in base.notes)
 
 
 @pytest.mark.parametrize("changed, said", [

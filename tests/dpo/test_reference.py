@@ -5,8 +5,10 @@ import pytest
 import torch
 
 from ddp_setup import Ddp
+from dpo.reference import Reference
+from dpo.scorer import Base
+from mpnn.dpo import ProteinMPNNScorer
 from mpnn.model import random_proteinmpnn
-from mpnn.reference import Reference
 from mpnn_cases import made
 from training.config import load_config
 from train_dpo_ddp import Config
@@ -14,17 +16,19 @@ from train_dpo_ddp import Config
 PAIRS = made(12, 3)
 
 
-def precompute(folder, pairs=PAIRS, weights="hash", num_edges=8, **more):
-    """(scores of these pairs, text that says where they come from)."""
+def filled(folder, pairs=PAIRS, weights="hash", num_edges=8, **more):
+    """(table of these pairs, text that says where it comes from)."""
     model = random_proteinmpnn(0, hidden_size=8, n_encoder=1, n_decoder=1, num_edges=num_edges)
     settings = {"loss.order": "fixed", **more}
     config = load_config(Config, None, [f"{key}={value}" for key, value in settings.items()])
-    return Reference(model, pairs, config, Ddp()).precompute(pairs, weights, folder, "pairs")
+    reference = Reference(ProteinMPNNScorer(Base(model.eval(), "random"), pairs, config, Ddp()))
+    source = reference.fill_table(pairs, weights, folder, "pairs")
+    return reference.table, source
 
 
 def source_of(folder, **change):
     """The first word on where the scores come from."""
-    _, told = precompute(folder, **change)
+    _, told = filled(folder, **change)
     return told.split()[0]
 
 
@@ -67,9 +71,9 @@ N = len(PAIRS)
     torch.full((N, 2), math.nan), torch.full((N, 2), math.inf), torch.zeros(N + 1, 2),
     torch.zeros(N, 2).double(), None], ids=["nan", "infinite", "of more pairs", "64 bits", "none"])
 def test_scores_that_cannot_be_are_computed_anew(damaged, tmp_path):
-    scores, _ = precompute(tmp_path)
+    scores, _ = filled(tmp_path)
     file, = tmp_path.iterdir()
     torch.save({"scores": damaged}, file)
-    again, told = precompute(tmp_path)
+    again, told = filled(tmp_path)
     assert "could not be used" in told and torch.equal(again, scores)
     assert source_of(tmp_path) == "read"
