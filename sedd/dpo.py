@@ -139,7 +139,7 @@ class SeddScorer(Scorer):
 
     def run(self, model: torch.nn.Module, batch: dict) -> torch.Tensor:
         mask = None if batch["full"] else batch["mask"]
-        wanted = self.base.more.graph.wanted(batch["xt"])
+        wanted = self.sedd.graph.wanted(batch["xt"])
         return model(batch["xt"], batch["sigma"], mask, wanted)
 
     def likelihoods(self, output: torch.Tensor, batch: dict) -> Likelihoods:

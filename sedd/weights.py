@@ -7,27 +7,30 @@
 
 Files are read as tensors and plain types, never as code. Folders need the package safetensors.
 """
+import dataclasses
 import json
 import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 
 from ddp_setup import broadcast
-from training.config import config_to_dict
+from training.config import MOST_STEPS, config_to_dict, key, read_fields
 from training.loop import using_checkpoint
 from training.resume import hash_of
 from training.files import check_zip, read_text, write_text_atomic, write_whole
 from sedd.diffusion import make_graph, make_noise
 from sedd.fast_cpu import FastSEDD
 from sedd.model import fitting_weights, load_official
-from sedd.saved import NOISE_KEYS, check_settings, check_tensors, longest_of, section
 from proteins.letters import AMINO_ACIDS, LETTERS, N_TOKENS, UNIREF50, X_ID
 
 FORMAT = "sedd-protein-1"   # of an exported folder
+EXPECTED = ("Expected a checkpoint of train_sedd_ddp.py, an exported folder, or a file in the "
+            "published layout.")
 PUBLISHED_LENGTH = 1024     # tokens per sequence in training of the published models
 LEAVE_OUT = ("To continue that run, leave --init_from out; to begin with these weights, give "
              "another --work_dir, or --fresh.")
@@ -36,6 +39,91 @@ LEAVE_OUT = ("To continue that run, leave --init_from out; to begin with these w
 # would mean something else.
 WEIGHTS_DEPEND_ON = (("model", "hidden_size"), ("model", "n_blocks"), ("model", "n_heads"),
                      ("model", "cond_dim"), ("model", "parameterization"), ("graph", "type"))
+# What each type of noise is made of.
+NOISE_KEYS = {"loglinear": ("eps",), "cosine": ("eps",), "geometric": ("sigma_min", "sigma_max")}
+
+
+# ---------------------------------------------------------------- what a file holds
+@dataclass
+class Sizes:
+    hidden_size: int = key(least=1)
+    n_blocks: int = key(least=1, most=1000)     # the published models have 12 and 24
+    n_heads: int = key(least=1)
+    cond_dim: int = key(least=1)
+    parameterization: Literal["sedd", "subs"] = key()
+
+
+@dataclass
+class GraphSettings:
+    type: Literal["absorb", "uniform"]
+
+
+@dataclass
+class NoiseSettings:
+    """With the keys of its type, see NOISE_KEYS."""
+    type: Literal["loglinear", "geometric", "cosine"]
+    eps: float | None = None
+    sigma_min: float | None = None
+    sigma_max: float | None = None
+
+
+@dataclass
+class DataSettings:
+    max_length: int | None = key(None, least=1)
+
+
+@dataclass
+class LossSettings:
+    reduction: str | None = None
+
+
+@dataclass
+class Settings:
+    """The part of a config that decides what weights mean."""
+    model: Sizes
+    graph: GraphSettings
+    noise: NoiseSettings
+    data: DataSettings = dataclasses.field(default_factory=DataSettings)
+    loss: LossSettings = dataclasses.field(default_factory=LossSettings)
+
+
+@dataclass
+class Best:
+    step: int = key(least=0, most=MOST_STEPS)
+    score: float = key()
+
+
+@dataclass(kw_only=True)
+class About:
+    """What a file tells of the run that made it."""
+    step: int | None = key(None, least=0, most=MOST_STEPS)
+    best: Best | None = None
+    data: dict[str, Any] | None = None
+    averaged: bool | None = None
+    reduction: str | None = None
+
+
+@dataclass(kw_only=True)
+class Saved(About):
+    """A file of SEDD, apart from its weights."""
+    config: Settings
+    max_length: int | None = key(None, least=1)
+    alphabet: str = LETTERS
+    letters: list[int] | None = key(None, least=0, most=10**15)   # their sum has 64 bits
+    lengths: list[int] | None = key(None, least=0, most=10**12)
+    notes: list[str] = dataclasses.field(default_factory=list)
+    about: About | None = None      # in an export
+
+
+@dataclass
+class Averages:
+    shadow_params: list[torch.Tensor]
+
+
+@dataclass
+class Weights:
+    model: dict[str, torch.Tensor]
+    ema: Averages | None = None
 
 
 # ---------------------------------------------------------------- load
@@ -72,29 +160,34 @@ def load_sedd(path, ema=True, device="cpu", expected=None):
     Raises: ValueError, naming all that does not fit, or OSError.
     """
     path = file_of(Path(path))
-    state, saved = read_weights(path)
-    check_settings(path, saved, state)
-    config = {name: saved["config"][name] for name in ("model", "graph", "noise")}
-    graph = make_graph(config["graph"]["type"], N_TOKENS)
-    noise = noise_of(config["noise"])
+    state, content = read_weights(path)
+    saved = read_saved(path, content)
+    config = {}
+    for name in ("model", "graph", "noise"):
+        config[name] = {**content["config"][name], **given(getattr(saved.config, name))}
+    graph = make_graph(saved.config.graph.type, N_TOKENS)
+    try:
+        noise = noise_of(config["noise"])
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     model, used = fill(path, state, config, graph, ema, differences(saved, config, expected))
-    about = about_weights(saved, used)
+    about = about_weights(content, used)
     averaged = about.get("averaged", used == "ema")
     notes = [f"{path}: SEDD, {sum(p.numel() for p in model.parameters()) / 1e6:.2f} million "
              f"parameters, {config['graph']['type']} graph, {config['noise']['type']} noise, "
              f"{'averaged weights' if averaged else 'weights as saved'}",
-             *saved.get("notes", ())]
-    letters = saved.get("letters")
+             *saved.notes]
+    letters = saved.letters
     if letters is None:
         notes.append("the file has no letter frequencies of its training data: to score sequences, "
                      "those of UniRef50 are used instead")
         letters = np.append(np.round(np.array(UNIREF50) * 1e6), 0)
-    lengths = saved.get("lengths")
+    lengths = saved.lengths
     if lengths is not None:
         lengths = np.asarray(lengths, np.int64)
     return Sedd(model=model.eval().to(device), graph=graph, noise=noise, config=config,
                 letters=np.asarray(letters, np.int64), lengths=lengths,
-                max_length=longest_of(saved),
+                max_length=saved.config.data.max_length or saved.max_length,
                 about=about, notes=tuple(notes))
 
 
@@ -164,18 +257,47 @@ def read_weights(path):
     return state, published_config(path, state)
 
 
+def read_saved(path, content):
+    """The Saved of what a file holds. Raises: ValueError."""
+    saved = read_fields(Saved, content, path)
+    if saved.config.data.max_length is None and saved.max_length is None:
+        raise ValueError(f"{path} has no max_length; expected a whole number. {EXPECTED}")
+    if saved.letters is not None and len(saved.letters) != N_TOKENS:
+        raise ValueError(f"{path} has {len(saved.letters)} letters; expected the counts of "
+                         f"{N_TOKENS}. {EXPECTED}")
+    if saved.lengths is not None and not sum(saved.lengths[1:]):
+        raise ValueError(f"{path} has no protein in its lengths; expected the number of proteins "
+                         f"of each length. {EXPECTED}")
+    return saved
+
+
+def given(section):
+    """{key: value} of those keys of a dataclass that a file gave."""
+    return {name: value for name, value in vars(section).items() if value is not None}
+
+
+def check_tensors(path, state):
+    """Refuse weights or averages that are no tensors, or larger than their file."""
+    weights = read_fields(Weights, state if "model" in state else {"model": state}, path).model
+    size = path.stat().st_size
+    claimed = sum(value.numel() * value.element_size() for value in weights.values())
+    if claimed > size:   # a tensor may repeat a number of the file without end
+        raise ValueError(f"{path}: its weights would take {claimed:,} bytes, and the file has "
+                         f"{size:,}. {EXPECTED}")
+
+
 def differences(saved, config, expected):
     """Texts on what of a file's settings does not fit the alphabet and the expected config."""
     problems = []
     if expected:
-        for section, key in WEIGHTS_DEPEND_ON:
-            found = config[section][key]
-            wanted = expected[section][key]
+        for section, name in WEIGHTS_DEPEND_ON:
+            found = config[section][name]
+            wanted = expected[section][name]
             if found != wanted:
-                problems.append(f"{section}.{key} is {found} in the file, and {wanted} by the "
+                problems.append(f"{section}.{name} is {found} in the file, and {wanted} by the "
                                 "config")
-    if saved.get("alphabet", LETTERS) != LETTERS:
-        problems.append(f"the alphabet is {saved['alphabet']}; expected {LETTERS}")
+    if saved.alphabet != LETTERS:
+        problems.append(f"the alphabet is {saved.alphabet}; expected {LETTERS}")
     return problems
 
 
@@ -187,7 +309,7 @@ def fill(path, state, config, graph, ema, problems):  # noqa: PLR0913  (all that
     try:
         with torch.device("meta"):
             fitting_weights(model_of(config["model"], graph), state, ema)
-    except ValueError as e:
+    except (ValueError, RuntimeError) as e:   # RuntimeError: sizes that no memory has
         problems = [*problems, str(e)]
     if problems:
         listed = "\n    ".join(problems)
@@ -202,14 +324,14 @@ def fill(path, state, config, graph, ema, problems):  # noqa: PLR0913  (all that
     return model, used
 
 
-def about_weights(saved, used):
-    """The Sedd.about of a file's settings. used: which weights were taken, "ema" or "model"."""
-    if "about" in saved:    # an export
-        return saved["about"]
-    about = {key: saved[key] for key in ("step", "best", "data") if key in saved}
+def about_weights(content, used):
+    """The Sedd.about of what a file holds. used: which weights were taken, "ema" or "model"."""
+    if "about" in content:    # an export
+        return content["about"]
+    about = {name: content[name] for name in ("step", "best", "data") if name in content}
     if about:               # a checkpoint; the published layout has none of these
         about["averaged"] = used == "ema"
-        about["reduction"] = section(saved, "config", "loss").get("reduction")
+        about["reduction"] = content["config"].get("loss", {}).get("reduction")
     return about
 
 
@@ -222,16 +344,19 @@ def model_of(sizes, graph):
 
 def unused_noise_keys(section):
     """Keys of a config's section `noise` that its type of noise does not use."""
-    return [key for key in vars(section) if key not in ("type", *NOISE_KEYS[section.type])]
+    return [name for name in vars(section) if name not in ("type", *NOISE_KEYS[section.type])]
 
 
 def noise_of(section):
     """The noise schedule of a config's section `noise`, as a dict with keys for all types.
 
     Raises: ValueError naming the key."""
+    missing = [name for name in NOISE_KEYS[section["type"]] if name not in section]
+    if missing:
+        raise ValueError(f"config: {section['type']} noise has no {missing[0]}; expected a number.")
     try:
         return make_noise(section["type"],
-                          **{key: section[key] for key in NOISE_KEYS[section["type"]]})
+                          **{name: section[name] for name in NOISE_KEYS[section["type"]]})
     except ValueError as e:
         raise ValueError(f"config: noise.{e}") from None
 

@@ -33,7 +33,7 @@ import torch
 from ddp_setup import (all_sum, broadcast, gather, grad_scaler, gradient_sync, optimize_with_ipex,
                        stop_reason, stop_wanted, unwrap_ddp, worker_init, wrap_ddp)
 from training.meter import StepMeter, make_meter
-from training.optimizer import load_state, make_optimizer
+from training.optimizer import make_optimizer
 
 
 # ---------------------------------------------------------------- learning rate
@@ -221,9 +221,7 @@ def check_rate(former, lr, warmup) -> None:
 def load_optimizer(run, state):
     """Continue with optimizer, scaler and averages of a checkpoint. Raises: ValueError."""
     with using_checkpoint(run.continued_from):
-        # In float16 the scaler skips steps, perhaps all so far.
-        has_stepped = state["step"] > 0 and not state["scaler"]
-        load_state(run.optimizer, state["optimizer"], has_stepped)
+        run.optimizer.load_state_dict(state["optimizer"])
         run.scaler.load_state_dict(state["scaler"])
         if run.ema is not None:
             run.ema.load_state_dict(state["ema"])

@@ -9,12 +9,9 @@ so that no direction is learned much faster than others. It takes the same learn
 as its updates are scaled to the size of AdamW's (0.2 sqrt(larger side), arXiv 2502.16982).
 Source: Jordan et al. 2024, kellerjordan.github.io/posts/muon; the update is torch.optim.Muon's.
 """
-import math
-
 import torch
 
 from ddp_setup import Ddp, broadcast
-from training.config import MOST_STEPS
 
 
 def make_optimizer(model, lr, optim, ddp=None):
@@ -129,71 +126,8 @@ class MuonAndAdamW:
         return {"muon": self.muon.state_dict(), "adamw": self.adamw.state_dict()}
 
     def load_state_dict(self, state):
-        load_state(self, state)
-
-
-# What torch's optimizers keep for a parameter, in tensors of its shape.
-KEPT = {"AdamW": ("exp_avg", "exp_avg_sq"), "Muon": ("momentum_buffer",)}
-
-
-def load_state(optimizer, state, has_stepped=False) -> None:
-    """load_state_dict of an optimizer. Those of torch take what they are given; this refuses what
-    their next step could not use.
-
-    has_stepped: the state is of an optimizer that has made a step, so it must hold moments.
-    Raises: ValueError, or what load_state_dict and a state of another form raise."""
-    if isinstance(optimizer, MuonAndAdamW):
-        load_state(optimizer.muon, state["muon"], has_stepped)
-        load_state(optimizer.adamw, state["adamw"], has_stepped)
-        return
-    if has_stepped and not state["state"]:
-        raise ValueError("it holds no moments; expected those of each parameter")
-    names = KEPT.get(type(optimizer).__name__, ())
-    for own, group in zip(optimizer.param_groups, state["param_groups"]):
-        for name, value in own.items():
-            if name == "lr" and not is_rate(group.get(name), value):
-                raise ValueError(f"{name} is {group.get(name)!r:.60}; expected 0 to {value:g}")
-            if name not in ("params", "lr") and not is_alike(group.get(name), value):
-                raise ValueError(f"{name} is {group.get(name)!r:.60}; expected {value!r}")
-        for parameter, number in zip(own["params"], group["params"]):
-            if number in state["state"]:   # one that got no gradient has none
-                check_kept(names, state["state"][number], parameter)
-    optimizer.load_state_dict(state)
-
-
-def is_rate(found, full):
-    """Whether a value can be the learning rate of a step: at most the full one, up to rounding."""
-    return type(found) in (int, float) and 0 <= found <= full * (1 + 1e-6)
-
-
-def is_alike(found, expected):
-    """Whether an option of an optimizer is the expected number, or some. Others, such as texts and
-    switches, depend on the machine and on torch."""
-    if isinstance(expected, tuple):
-        return isinstance(found, (tuple, list)) and len(found) == len(expected) and all(
-            map(is_alike, found, expected))
-    if type(expected) in (int, float):
-        return type(found) in (int, float) and math.isclose(found, expected, rel_tol=1e-9)
-    return True
-
-
-def check_kept(names, kept, parameter):
-    """Raise ValueError unless `kept`, by an optimizer for a parameter, has all names, with tensors
-    of its shape."""
-    for name in names:
-        value = kept.get(name)
-        found = tuple(value.shape) if isinstance(value, torch.Tensor) else f"{value!r:.60}"
-        if found != tuple(parameter.shape):
-            raise ValueError(f"{name} is {found} for a parameter of {tuple(parameter.shape)}; "
-                             "expected a tensor of its shape")
-        if not value.isfinite().all() or (name == "exp_avg_sq" and (value < 0).any()):
-            raise ValueError(f"{name} of a parameter holds numbers that cannot be, {value.min():g} "
-                             f"to {value.max():g}; expected finite ones, and squares from 0")
-    steps = kept.get("step", 0.0)
-    if isinstance(steps, torch.Tensor) and steps.numel() == 1:
-        steps = steps.item()
-    if type(steps) not in (int, float) or not 0 <= steps <= MOST_STEPS:
-        raise ValueError(f"step is {steps!r:.60}; expected a number of steps")
+        self.muon.load_state_dict(state["muon"])
+        self.adamw.load_state_dict(state["adamw"])
 
 
 def _adamw(parameters, lr, optim):

@@ -295,9 +295,8 @@ def test_what_is_assumed_of_a_base_is_said(made):
     ({"estimator.samples": 10**11}, "estimator.samples is 100000000000"),
     ({"model.kind": "proteinmpnn"}, "estimator.samples is given, which is for model.kind sedd")])
 def test_settings_of_the_other_kind_are_refused(changed, said):
-    config = load_config(Config, None, words({**SETTINGS, **changed}))
     with pytest.raises(ValueError, match=said):
-        check_config(config)
+        check_config(load_config(Config, None, words({**SETTINGS, **changed})))
 
 
 def test_unusable_input_of_a_run_is_refused_with_one_message(made):

@@ -59,23 +59,14 @@ def changed(state, keys, value):
 
 
 @pytest.mark.parametrize("key, value", [
-    ("config/model/hidden_size", 10**6), ("config/model/hidden_size", "32"),
-    ("config/model/n_blocks", 10**5), ("config/model/n_heads", 0), ("config/model/n_heads", 1.5),
-    ("config/model/cond_dim", 10**9), ("config/model/cond_dim", DELETED),
-    ("config/model/parameterization", [1]), ("config/model", [1]), ("config/model", DELETED),
-    ("config", [1]), ("config", {}), ("config", None), ("config/graph/type", []),
-    ("config/graph", "absorb"), ("config/noise/type", {}), ("config/noise/eps", float("nan")),
-    ("config/noise/eps", "x"), ("config/noise", DELETED), ("config/data/max_length", -3),
-    ("config/data/max_length", "x"), ("config/data", [1]), ("letters", [-1] * 21),
-    ("letters", [1] * 20), ("letters", "x"), ("letters", 7), ("lengths", []), ("lengths", [0, 0]),
-    ("lengths", [5]), ("lengths", [0, -1, 3]), ("lengths", "x"), ("lengths", [10**30]),
-    ("step", "x"), ("step", -5), ("step", 10**18), ("best", [1]), ("best", {"step": "x"}),
-    ("data", 5), ("alphabet", 5), ("notes", 7), ("ema/shadow_params", "x"),
+    ("config/model/hidden_size", 10**6), ("config/model/n_blocks", 10**5),
+    ("config/model/cond_dim", 10**18), ("config/model/n_heads", 1.5),
+    ("config/model/cond_dim", DELETED), ("config", DELETED), ("config/graph", "absorb"),
+    ("config/noise/eps", float("nan")), ("config/noise/eps", 7.0), ("config/noise/eps", DELETED),
+    ("config/data/max_length", None), ("letters", [1] * 20), ("lengths", [5]),
+    ("lengths", [10**30]), ("best", {"step": "x"}), ("about", {"averaged": [1]}),
     ("ema/shadow_params", [1]), ("model/output_layer.linear.weight", "x"),
-    ("model/output_layer.linear.weight", torch.zeros(1).expand(10**6, 10**6)),
-    ("model/vocab_embed.embedding", torch.zeros(1).expand(22, 10**9)),
-    ("model", [1]), ("about", 3), ("about", {"averaged": [1]}), ("ema", [1]), ("ema", {}),
-    ("config/model/n_blocks", 1001)])
+    ("model/vocab_embed.embedding", torch.zeros(1).expand(22, 10**9))])
 def test_a_checkpoint_with_a_value_that_cannot_be_is_refused_by_its_name(tmp_path, key, value):
     path = write_checkpoint(tmp_path / "best.pt")
     torch.save(changed(torch.load(path), key, value), path)
@@ -90,8 +81,6 @@ def test_an_exported_folder_whose_config_is_none_is_refused(tmp_path, text, extr
     (tmp_path / "folder" / "config.json").write_text(text)
     with pytest.raises(ValueError, match="config.json"):
         load_sedd(tmp_path / "folder")
-
-
 
 
 @pytest.mark.parametrize("saved, taken", [(["best.pt", "last.pt"], "best.pt"),
