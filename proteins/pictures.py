@@ -17,8 +17,10 @@ LETTERS_BY_KIND = "GAVLIMCPFWYSTNQHKRDE"    # small and greasy, aromatic, polar,
 PER_LINE = 100          # residues
 TICK = 10               # residues from one number to the next
 INCHES = 0.14           # of a cell
-WITHIN = 0.98           # part of the scores that the colours tell apart
+WITHIN = 0.995          # part of the scores that the colours tell apart
 DPI = 130
+GREY = "0.85"           # of cells without a score, such as gaps
+SCALE = "score, nats (above 0: the mutant is preferred)"
 MOST_COLOURS = 10       # proteins that have a colour of their own
 
 
@@ -41,7 +43,7 @@ def draw_scan(proteins: list[Protein], scores: list[np.ndarray], path) -> None:
         image = draw_block(axis, *block, longest, limit)
     bar = figure.colorbar(image, ax=list(axes), extend="both", fraction=0.02, pad=0.01,
                           shrink=min(1.0, 3.0 / height + 0.3))
-    bar.set_label("score: ln p(mutant) - ln p(wild type), nats")
+    bar.set_label(SCALE)
     write_whole(path, lambda file: figure.savefig(file, dpi=DPI, format="png"))
 
 
@@ -49,7 +51,7 @@ def blocks_of(protein, chain, scores):
     """[(title, labels, wild types, cells)] of a chain, with up to PER_LINE residues each.
 
     labels: number of each residue in the file, "" for a gap. wild types: its letter, or "".
-    cells: (20, n) scores, nan where there is none."""
+    cells: (20, n) scores, 0 of the wild type, nan where there is none."""
     numbers = protein.structure.chains[chain].numbers
     place = {number: k for k, number in enumerate(numbers) if number}
     cells = np.full((len(LETTERS_BY_KIND), len(numbers)), math.nan)
@@ -60,6 +62,7 @@ def blocks_of(protein, chain, scores):
             k = place[mutation.number]
             cells[LETTERS_BY_KIND.index(mutation.mutant), k] = score
             wild_types[k] = mutation.wild_type
+            cells[LETTERS_BY_KIND.index(mutation.wild_type), k] = 0
     scored = [k for k, letter in enumerate(wild_types) if letter]
     name = f"{protein.name}, chain {chain}" if protein.has_structure else protein.name
     blocks = []
@@ -73,8 +76,11 @@ def blocks_of(protein, chain, scores):
 
 def draw_block(axis, title, labels, wild_types, cells, longest, limit):  # noqa: PLR0913
     """Draw one line of a heat map. Returns the image, of which the colour bar is made."""
-    axis.set_facecolor("0.88")      # where there is no score
-    image = axis.imshow(cells, cmap="RdBu", vmin=-limit, vmax=limit, interpolation="nearest")
+    from matplotlib import colormaps
+    colours = colormaps["RdBu"].copy()
+    colours.set_bad(GREY)
+    image = axis.imshow(cells, cmap=colours, vmin=-limit, vmax=limit, interpolation="nearest")
+    axis.spines[:].set_visible(False)       # they would frame the empty end of a line
     marked = [(k, LETTERS_BY_KIND.index(letter)) for k, letter in enumerate(wild_types) if letter]
     axis.scatter(*zip(*marked), s=9, color="black", linewidths=0)
     axis.set_xlim(-0.5, longest - 0.5)      # cells of all lines have one width
@@ -116,7 +122,7 @@ def draw_measured(  # noqa: PLR0913  (what is drawn, and what is written beside 
     if lower_is_better:
         axis.invert_xaxis()
         label += " (lower is better: axis reversed)"
-    axis.set(xlabel=label, ylabel="score: ln p(mutant) - ln p(wild type), nats")
+    axis.set(xlabel=label, ylabel=SCALE)
     axis.set_title(f"Spearman's rho {report.overall}\n{report.overall.n:,} mutations of "
                    f"{report.n_proteins:,} protein(s), 95 % interval in brackets", fontsize=10)
     axis.grid(alpha=0.3)
