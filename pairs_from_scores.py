@@ -33,8 +33,8 @@ unless --wild_type says so: fitness often gives it 1. Of pairs that differ by at
 are mutable_positions. Duplicates count once, with their mean. Lines without a score are left out;
 so are those that do not fit the structure, which are named. --hold_out 0.2 leaves out all mutations
 of about a fifth of the proteins, chosen by a hash of the mutated chain's sequence, and writes them
-to a table beside the pairs (pairs.json: pairs_held_out.csv), with which sample_proteinmpnn.py or
-sample_sedd.py --mutations measures what training has gained on proteins that it did not see. Those
+to a table beside the pairs (pairs.json: pairs_held_out.csv), with which score_mutations.py
+--mutations measures what training has gained on proteins that it did not see. Those
 with a relative in the pairs are named. --ca_only reads CA atoms alone, for pairs on which a CA-only
 model is trained; a residue then needs no other atom.
 
