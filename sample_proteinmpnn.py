@@ -25,6 +25,8 @@ understood is printed to standard error. Wrong input ends with one message and e
 --out_folder DIR gets these files. The published tool has the first three, and others of its own
 names and contents in place of the rest. Files are replaced as a whole, never in part:
     seqs/NAME.fa                  FASTA; always, if sequences are drawn
+    designs.csv                   the drawn sequences of all structures, with the columns that
+                                  pairs_from_scores.py needs: add one with your score
     scores/NAME.npz               score, global_score (N,) of the N drawn sequences; --save_scores
     probs/NAME.npz                probs (N, L, 21) that letters were drawn from, 0 where none was;
                                   log_probs (N, L, 21) of letters in the order in which the sequence
@@ -79,6 +81,8 @@ The random numbers of a sequence depend only on seed, structure name, temperatur
 the sequence, not on --num or --batch_size (but rounding may decide between equally likely letters).
 """
 import argparse
+import csv
+import io
 import itertools
 import math
 import os
@@ -105,8 +109,12 @@ from proteins.letters import LETTERS, X_ID
 from proteins.seeds import keyed_generator
 from proteins.sequences import named_sequences
 from training.parser import Parser
-from training.files import check_writable, write_whole
+from training.files import check_writable, write_text_atomic, write_whole
 
+DESIGNS = "designs.csv"
+# Its columns. No `score`: that is the name of the column which a user adds.
+COLUMNS = ("pdb", "chain", "context", "sequence", "temperature", "sample", "mpnn_score",
+           "seq_recovery")
 MAX_NOISE = 10.0        # Angstrom; published models were trained with 0.02 to 0.3
 SAVED = ("save_scores", "save_probs", "unconditional_probs", "conditional_probs")
 NOT_DRAWING = ("score_only", "unconditional_probs", "conditional_probs", "mutations", "scan")
@@ -335,7 +343,10 @@ def output_files(args, paths):
     check_target(args)
     settings = [getattr(args, name) for name in (*PER_STRUCTURE, "bias_AA_jsonl")]
     inputs = [args.checkpoint, *paths, *(args.score_only or ()), *filter(None, settings)]
-    refuse_inputs({path for kinds in files.values() for path in kinds.values()}, inputs)
+    outputs = {path for kinds in files.values() for path in kinds.values()}
+    if args.out_folder is not None and args.drawing:
+        outputs.add(args.out_folder / DESIGNS)
+    refuse_inputs(outputs, inputs)
     return files
 
 
@@ -476,6 +487,7 @@ class Scored(NamedTuple):
     """M sequences that are scored together."""
     heads: list                 # of (text, text): the scores are written between them
     S: torch.Tensor             # (M, L) int64
+    draws: list | None = None   # of (temperature, number), of drawn sequences
     probs: torch.Tensor | None = None   # (M, L, 21) that letters were drawn from
     orders: torch.Tensor | None = None  # (M, L) in which they were drawn
 
@@ -507,8 +519,9 @@ def drawn_batches(model, encoding, tensors, design, args):
             if args.backbone_noise:
                 noisy = with_noise(tensors, keys, args.backbone_noise)
                 seen = encode(model, noisy, encoding.mask.device)
+            S, probs, orders = draw(model, seen, design, temperature, keys)
             heads = [(f"{title(design, args)}T={temperature:g}, sample={k}", "") for k in numbers]
-            yield Scored(heads, *draw(model, seen, design, temperature, keys))
+            yield Scored(heads, S, [(temperature, k) for k in numbers], probs, orders)
 
 
 def title(design, args):
@@ -524,7 +537,8 @@ def header(begin, end, figures):
 
 
 def make_results(model, design, args, given, device):
-    """FASTA text of one structure, and {kind: {name: array}} for the .npz files.
+    """FASTA text of one structure, {kind: {name: array}} for the .npz files, and rows of the table
+    of designs.
 
     given: [(header, S (L,))] of the sequences to score; empty: the native one and drawn ones.
     """
@@ -538,17 +552,41 @@ def make_results(model, design, args, given, device):
     lines = []
     saved = []          # what the .npz files hold: (Scored, scores)
     log_p = []          # conditional log-probabilities of each sequence
+    rows = []
     for batch in itertools.chain(*batches):
         scores = score(model, encoding, design, args, batch.S)
         for (begin, end), row, (mean, whole) in zip(batch.heads, batch.S.numpy(), scores.tolist()):
             figures = {"score": mean, "global_score": whole, "seq_recovery": recovery(design, row)}
             lines += [header(begin, end, figures), design.text(row)]
+        if batch.draws:
+            rows += table_rows(design, batch, scores[:, 0].tolist())
         if args.conditional_probs:
             log_p += [conditional_log_probs(model, encoding, design, args, row) for row in batch.S]
         if batch.probs is not None or not args.drawing:     # the native sequence is not drawn
             saved.append((batch, scores))
     arrays = make_arrays(model, encoding, design, args, saved, log_p)
-    return "\n".join(lines) + "\n", arrays
+    return "\n".join(lines) + "\n", arrays, rows
+
+
+def table_rows(design, batch, scores):
+    """Cells of COLUMNS of drawn sequences. scores: of each."""
+    path = Path(design.structure.name)
+    path = path.parent.resolve() / path.name    # so that the table may be copied elsewhere
+    rows = []
+    for S, (temperature, number), score in zip(batch.S.numpy(), batch.draws, scores):
+        rows.append((path, " ".join(design.chains), " ".join(design.complex.fixed),
+                     design.text(S), f"{temperature:g}", number, f"{score:.4f}",
+                     f"{recovery(design, S):.4f}"))
+    return rows
+
+
+def csv_text(rows):
+    """CSV of rows of COLUMNS."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    writer.writerows(rows)
+    return text.getvalue()
 
 
 def make_arrays(model, encoding, design, args, saved, log_p):
@@ -642,9 +680,10 @@ def run(args):
     designs = read_designs(paths, args, model.ca_only)
     given = [read_given(args, design) for design in designs]
     texts = []
+    table = []      # rows of all designs
     try:
         for design, sequences in zip(designs, given):
-            text, arrays = make_results(model, design, args, sequences, device)
+            text, arrays, rows = make_results(model, design, args, sequences, device)
             targets = files.get(design.name, {})
             tell(args, design, len(text.splitlines()) // 2, targets, sequences, device)
             texts.append(text)
@@ -652,6 +691,7 @@ def run(args):
                 print(text, end="", flush=True)
             if args.out_folder:
                 write_files(args, design, text, arrays, targets)
+            table += rows
     finally:   # after Ctrl-C or out of memory: keep finished structures, and an old --out file
         if args.out and texts:
             done = len(texts) == len(designs)
@@ -659,6 +699,8 @@ def run(args):
             write_whole(path, lambda file: file.write("".join(texts).encode()))
             if not done:
                 print(f"{len(texts)} of {len(designs)} structures are in {path}", file=sys.stderr)
+        if args.out_folder and table:
+            write_text_atomic(args.out_folder / DESIGNS, csv_text(table))
 
 
 @torch.no_grad()

@@ -1,5 +1,6 @@
 """Does sample_proteinmpnn.py draw and score what it was asked to, and refuse what it cannot do?"""
 
+import csv
 import json
 import math
 import os
@@ -240,6 +241,24 @@ def test_saved_scores_and_probabilities_belong_to_the_designs(sample, dimer, tmp
     assert scored.read_text().startswith(">score=3 d1 my-score=1, rosetta_score=-250.1, score=")
     assert scored.read_text().count("score=") == 5 and " 1 sequence(s), to " in note
     assert not (folder / "scored" / "dimer.npz").exists(), "these were scores of other sequences"
+
+
+def test_the_table_of_designs_has_what_the_headers_say(sample, dimer, pdb, tmp_path):
+    """Of all structures; the native sequences are no designs."""
+    folder = tmp_path / "out"
+    sample(dimer, pdb, "--chains", "A", "--num", 2, "--temperature", 0.5, 2, "--out_folder", folder)
+    with open(folder / "designs.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["pdb"] for row in rows] == [str(dimer)] * 4 + [str(pdb)] * 4
+    assert [(row["chain"], row["context"]) for row in rows] == [("A", "B")] * 4 + [("A", "")] * 4
+    found = [({"T": float(row["temperature"]), "sample": float(row["sample"]),
+               "score": float(row["mpnn_score"]), "seq_recovery": float(row["seq_recovery"])},
+              row["sequence"]) for row in rows]
+    expected = [entry for name in ("dimer", "one")
+                for entry in read((folder / "seqs" / f"{name}.fa").read_text())[1:]]
+    for head, _ in expected:
+        del head["global_score"]
+    assert found == expected
 
 
 def test_unconditional_and_conditional_probabilities_are_those_of_the_model(
@@ -515,7 +534,7 @@ def test_bad_files_are_refused_by_name_and_an_old_result_stays(sample, pdb, tmp_
 
 
 def test_what_was_made_before_ctrl_c_is_kept(sample, pdb, dimer, tmp_path, monkeypatch):
-    results = [("as sampled\n", {})]
+    results = [("as sampled\n", {}, [])]
     def make_results(*_):
         if not results:
             raise KeyboardInterrupt
