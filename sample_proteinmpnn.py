@@ -8,10 +8,6 @@
     python sample_proteinmpnn.py v_48_020 5L33.pdb --score_only designs.fasta
     python sample_proteinmpnn.py v_48_020 5L33.pdb --score_only         # the native sequence alone
     python sample_proteinmpnn.py v_48_020 5L33.pdb --out_folder out --conditional_probs
-    python sample_proteinmpnn.py v_48_020 5L33.pdb --scan --out scan.csv
-    python sample_proteinmpnn.py v_48_020 5L33.pdb --mutations list.txt --out scores.csv
-    python sample_proteinmpnn.py best_model.pt --mutations s2648.csv --measured ddg \\
-        --lower_is_better --correction_weights v_48_020 --out scores.csv
 
 Reads weights in the published format and structures (.pdb, .ent, .cif, .mmcif, also with .gz):
 files, or folders of such files. A structure's name is its file's name without folder and suffix.
@@ -60,23 +56,6 @@ the backbone without noise. All sequences use the same orders, so that scores ca
 published tool scores a drawn sequence in the order in which it was drawn, in which each letter was
 likely: that is about 0.08 lower at temperature 0.1 (mean of -log_probs of the letters, above).
 
-Variants. --mutations FILE scores those of a list, one per line such as A12V or A12V:G45D, or of a
-CSV table with a column mutation and, as you like, pdb_file (relative to the table; then no
-structure is given on the command line), chain (which is mutated), context (the other chains that
-the model sees, such as "B C"; by default all) and others. Numbers are those of the file, with
-insertion codes (A12BV). --scan scores all 19 other letters of all positions. The result is a CSV
-table of the same columns and score: ln p(mutant) - ln p(wild type), in nats, below 0 if the model
-prefers the wild type. The mutated residue is decoded last, with the letters of all others given;
-the score is the mean over --orders random orders of the others. Several mutated residues are all
-decoded last, one after another along the chain in the first, third, ... order and in reverse in the
-others, and each sees those before it: mutants for the mutant, wild types for the wild type. Lines
-that do not fit the structure (another letter, no such residue, no backbone) are left out and named.
---correct_unfolded subtracts the same for each mutated residue alone, with its own four backbone
-atoms as a structure of one residue (ProteinMPNN-ddG, bioRxiv 2024.06.15.599145);
---correction_weights does it with other weights: give the base weights for fine-tuned ones.
---measured COLUMN prints Spearman's rank correlation of the scores with that column, over all
-mutations (whole proteins drawn anew for its 95 % interval) and per protein with at least ten.
-
 The random numbers of a sequence depend only on seed, structure name, temperature and the number of
 the sequence, not on --num or --batch_size (but rounding may decide between equally likely letters).
 """
@@ -97,19 +76,17 @@ import torch
 from mpnn.batches import collate_complexes
 from mpnn.fast_cpu import speed_up
 from mpnn.model import MAX_TEMPERATURE, decoding_order, gumbel_noise, load_proteinmpnn
-from proteins.mutations import describe_skipped, place_all, read_mutations
 from mpnn.published import find_weights
 from mpnn.official_settings import PER_STRUCTURE, read_json
 from mpnn.settings import Design, letter_bias, name_of, structure_files
-from proteins.tables import MAX_LISTED, refuse_all
-from mpnn.variant_tables import (Scoring, all_single_mutations, check_measured, check_no_score,
-                                 report_text, score_proteins, table_text)
+from proteins.tables import refuse_all
 from mpnn.variants import log_probs_decoded_last
 from proteins.letters import LETTERS, X_ID
 from proteins.seeds import keyed_generator
 from proteins.sequences import named_sequences
 from training.parser import Parser
 from training.files import check_writable, write_text_atomic, write_whole
+from training.tool import refuse_moved_options
 
 DESIGNS = "designs.csv"
 # Its columns. No `score`: that is the name of the column which a user adds.
@@ -117,22 +94,13 @@ COLUMNS = ("pdb", "chain", "context", "sequence", "temperature", "sample", "mpnn
            "seq_recovery")
 MAX_NOISE = 10.0        # Angstrom; published models were trained with 0.02 to 0.3
 SAVED = ("save_scores", "save_probs", "unconditional_probs", "conditional_probs")
-NOT_DRAWING = ("score_only", "unconditional_probs", "conditional_probs", "mutations", "scan")
+NOT_DRAWING = ("score_only", "unconditional_probs", "conditional_probs")
 ONLY_DRAWING = ("num", "temperature", "omit", "bias", "tied_positions", "homomer", "bias_AA_jsonl",
                 "tied_positions_jsonl", "bias_by_res_jsonl", "pssm_jsonl", "pssm_multi",
                 "backbone_noise", "save_probs")
 ONE_OF = (("tied_positions", "homomer", "tied_positions_jsonl"), ("chains", "chain_id_jsonl"),
           ("fixed_chains", "chain_id_jsonl"), ("bias", "bias_AA_jsonl"), ("out", "out_folder"),
           ("fixed_positions", "mutable_positions", "fixed_positions_jsonl"))
-# Options that only variants use: the options of which they need one.
-FOR_VARIANTS = {"measured": ("mutations",), "lower_is_better": ("measured",),
-                "correct_unfolded": ("mutations", "scan"),
-                "correction_weights": ("mutations", "scan")}
-# What variants do not use.
-NOT_WITH = {"scan": ("mutations", "score_only", "out_folder"),
-            "mutations": ("score_only", "out_folder", "fixed_positions", "mutable_positions",
-                          "chain_id_jsonl", "fixed_positions_jsonl")}
-
 # Options of the published command that have another form here: what to give instead.
 PUBLISHED_OPTIONS = {
     "--pdb_path": "the structure itself, after the weights",
@@ -169,7 +137,7 @@ def make_parser():
     add = parser.add_argument
     add("checkpoint", help="weights: a published name (v_48_020, soluble/v_48_010, ca/v_48_020) "
         "or a file, such as best_model.pt of train_dpo_ddp.py")
-    add("structures", nargs="*", metavar="structure", help="PDB or mmCIF files, or folders of them")
+    add("structures", nargs="+", metavar="structure", help="PDB or mmCIF files, or folders of them")
     add = parser.add_argument_group("what is designed").add_argument
     add("--chains", "--pdb_path_chains", nargs="+", metavar="CHAIN",
         help="to design; default: all others that have a backbone")
@@ -209,20 +177,9 @@ def make_parser():
         help="sequences per pass; changes memory and speed, not the result; default 8")
     add("--seed", type=int, default=0, metavar="N", help="default 0")
     add("--device", choices=("auto", "cpu", "cuda", "xpu"), default="auto")
-    add = parser.add_argument_group("variants").add_argument
-    add("--mutations", type=Path, metavar="FILE", help="score the variants of a list or table")
-    add("--scan", action="store_true", default=None, help="score all single mutations")
-    add("--correct_unfolded", action="store_true", default=None,
-        help="subtract the score of each mutated residue alone")
-    add("--correction_weights", metavar="WEIGHTS",
-        help="the same by other weights, such as the base weights of fine-tuned ones")
-    add("--measured", metavar="COLUMN",
-        help="print the rank correlation with this column of the table")
-    add("--lower_is_better", action="store_true", default=None,
-        help="of --measured, such as ddG with positive = destabilising")
     add = parser.add_argument_group("output").add_argument
     add("--out", type=Path, metavar="FILE",
-        help="one file, FASTA or, of variants, CSV; default: standard output")
+        help="one FASTA file; default: standard output")
     add("--out_folder", type=Path, metavar="DIR", help="files of each structure, in sub-folders")
     flag("--save_scores", "--save_score", help="with --out_folder: scores of the sequences")
     flag("--save_probs", help="with --out_folder: probabilities of designs, by position")
@@ -236,6 +193,7 @@ def make_parser():
 def parse_arguments(argv):
     """Options, with defaults for drawing. ValueError for errors that argparse does not find."""
     refuse_published_options(argv)
+    refuse_moved_options(argv)
     args = make_parser().parse_intermixed_args(argv)
 
     def given(names):
@@ -249,7 +207,6 @@ def parse_arguments(argv):
     if not_drawing and for_drawing:
         raise ValueError(f"found {' '.join(for_drawing)} with {not_drawing[0]}, which draws "
                          "nothing; expected one of the two.")
-    check_variant_options(args, given)
     if given(SAVED) and args.out_folder is None:
         raise ValueError(f"found {' '.join(given(SAVED))} without --out_folder; expected both.")
     args.drawing = not not_drawing
@@ -264,29 +221,6 @@ def parse_arguments(argv):
                          f"to {MAX_NOISE:g}, such as 0.1.")
     check_pssm_options(args)
     return args
-
-
-def check_variant_options(args, given):
-    """ValueError for options of variants, or without structures, that do not fit together.
-
-    given: function, names of options -> those that are given."""
-    for name, others in FOR_VARIANTS.items():
-        if given([name]) and not given(others):
-            needed = " or ".join(f"--{other}" for other in others)
-            raise ValueError(f"found --{name} without {needed}; expected both.")
-    for name, others in NOT_WITH.items():
-        if given([name]) and given(others):
-            raise ValueError(f"found --{name} with {' '.join(given(others))}; expected one of the "
-                             "two.")
-    if args.correct_unfolded and args.correction_weights:
-        raise ValueError("found --correct_unfolded with --correction_weights, which are two ways "
-                         "of one correction; expected one of them.")
-    if not args.structures and not args.mutations:
-        raise ValueError("found no structure; expected PDB or mmCIF files, or folders of them, "
-                         "after the weights.")
-    if args.mutations and args.chains and len(args.chains) > 1:
-        raise ValueError(f"found --chains {' '.join(args.chains)} with --mutations; expected the "
-                         "one chain that is mutated. Of several, name them in a column chain.")
 
 
 def refuse_published_options(argv):
@@ -703,94 +637,6 @@ def run(args):
             write_text_atomic(args.out_folder / DESIGNS, csv_text(table))
 
 
-@torch.no_grad()
-def run_variants(args):
-    """Score variants and write their table. Raises ValueError or OSError."""
-    checkpoint = find_weights(args.checkpoint)
-    correction_path = None
-    if args.correction_weights:
-        correction_path = find_weights(args.correction_weights)
-    device = choose_device(args.device)
-    model = load_for_scoring(checkpoint, device)
-    correction = model if args.correct_unfolded else None
-    if correction_path:
-        correction = load_for_scoring(correction_path, device)
-        if correction.ca_only != model.ca_only:
-            raise ValueError(f"found --correction_weights {correction_path} for weights "
-                             f"{checkpoint}: one of a CA-only model, one for full backbones; "
-                             "expected both of one kind.")
-    proteins = read_variants(args, model.ca_only)
-    if args.out:
-        check_target(args)
-        inputs = [checkpoint, correction_path, args.mutations]
-        inputs += [protein.structure.name for protein in proteins]
-        refuse_inputs([args.out], [path for path in inputs if path])
-    n = sum(len(protein.variants) for protein in proteins)
-    print(f"{device}: {checkpoint}, {n:,} variants of {len(proteins):,} protein(s)",
-          file=sys.stderr)
-    scoring = Scoring(args.orders, args.seed, args.batch_size)
-    scores = []
-    try:
-        for of_protein in score_proteins(model, proteins, scoring, correction):
-            scores.append(of_protein)
-    finally:   # after Ctrl-C or out of memory: keep finished proteins, and an old --out file
-        write_scores(args.out, proteins, scores)
-    if args.measured:
-        print(report_text(proteins, scores, args.measured, bool(args.lower_is_better), args.seed),
-              file=sys.stderr)
-
-
-def write_scores(out, proteins, scores):
-    """Write the table of the proteins that have scores, to FILE.partial if others have none."""
-    if out is None and len(scores) == len(proteins):
-        print(table_text(proteins, scores), end="", flush=True)
-    elif out is not None and scores:
-        path = out if len(scores) == len(proteins) else Path(f"{out}.partial")
-        text = table_text(proteins, scores)
-        write_whole(path, lambda file: file.write(text.encode()))
-        if path != out:
-            print(f"{len(scores)} of {len(proteins)} proteins are in {path}", file=sys.stderr)
-
-
-def load_for_scoring(path, device):
-    """A model in eval mode, on the device."""
-    model = load_proteinmpnn(str(path)).eval().to(device)
-    speed_up(model)
-    return model
-
-
-def read_variants(args, ca_only):
-    """The Protein list of --scan or --mutations. Prints how the input was understood.
-
-    ca_only: for a CA-only model."""
-    if args.scan:
-        paths = structure_files(args.structures)
-        designs = read_designs(paths, args, ca_only)
-        for note in [note for design in designs for note in design.notes]:
-            print(note, file=sys.stderr)
-        return [all_single_mutations(design, path) for design, path in zip(designs, paths)]
-    table = read_mutations(args.mutations, args.measured)
-    check_no_score(table)
-    if args.out:    # also those of which no variant fits
-        refuse_inputs([args.out], table.structures)
-    if table.names_structures == bool(args.structures) or len(args.structures) > 1:
-        raise ValueError(f"found {len(args.structures)} structure(s) on the command line, and "
-                         f"{args.mutations} {'with' if table.names_structures else 'without'} a "
-                         "column pdb_file; expected one structure, or the column.")
-    structure = args.structures[0] if args.structures else None
-    chain = args.chains[0] if args.chains else None
-    proteins, skipped = place_all(table, structure, chain, args.fixed_chains, ca_only=ca_only)
-    if args.measured:
-        check_measured(proteins, args.measured)
-    if skipped:
-        print(describe_skipped(table, skipped), file=sys.stderr)
-    for protein in proteins[:MAX_LISTED]:
-        complex = protein.complex
-        print(f"{protein.name}: chain {protein.chain}, {complex.n_designed} rows; context chains "
-              f"{' '.join(complex.fixed) or '(none)'}", file=sys.stderr)
-    return proteins
-
-
 def tell(args, design, n_sequences, targets, given, device):
     """Print how the input of a structure was understood, and where its sequences are."""
     native = "" if given else ", the first of them the native one"
@@ -817,11 +663,7 @@ def write_files(args, design, text, arrays, targets):
 
 def main(argv):
     try:
-        args = parse_arguments(argv)
-        if args.mutations or args.scan:
-            run_variants(args)
-        else:
-            run(args)
+        run(parse_arguments(argv))
         return 0
     except BrokenPipeError:   # such as from `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,13 +1,10 @@
-"""Use a trained SEDD model: sample proteins, fill in scaffolds, score sequences and variants.
+"""Use a trained SEDD model: sample proteins, fill in scaffolds, score sequences.
 
     python sample_sedd.py runs/mine/checkpoints/best.pt --number 50 --length 80-120 --out new.fasta
     python sample_sedd.py best.pt --scaffold "MKT[40]GSHHW[12-20]" --number 8
     python sample_sedd.py best.pt --infill templates.fasta             # "_" marks what to sample
     python sample_sedd.py best.pt --score proteins.fasta --out scores.tsv
     python sample_sedd.py best.pt --score wild_type.fasta --each_position
-    python sample_sedd.py best.pt --score wild_type.fasta --mutations variants.txt   # A12V ...
-    python sample_sedd.py best.pt --mutations pairs_held_out.csv --measured ddg --lower_is_better \\
-        --out scores.csv                                               # variants of many proteins
     python sample_sedd.py best.pt --number 200 --out new.fasta --report proteins.fasta
     python sample_sedd.py best.pt --export FOLDER                      # or FILE.pth
     mpirun -n 4 python sample_sedd.py ...                              # the same, sooner
@@ -17,18 +14,6 @@ CHECKPOINT is best.pt or last.pt of a run, the run's folder (best.pt, else last.
 has them. Noise, graph and alphabet come from the checkpoint. The result goes to --out, whole or not
 at all, or to standard output; notes on the checkpoint and progress go to standard error. Wrong
 input ends with one message and exit code 2.
-
-Variants. Their score, log_ratio, is ln p(mutant letter) - ln p(wild-type letter), in nats, summed
-over the mutated positions, all masked at once, given the rest of the wild type ("masked marginals",
-Meier et al. 2021): below 0 if the model prefers the wild type. With --score, --mutations is a list
-of variants of its one sequence, and they are ranked. Without, it is a CSV table as for
-sample_proteinmpnn.py, such as pairs_from_scores.py --hold_out writes: a column mutation, and the
-wild type in a column sequence (residues count from 1) or a structure in pdb_file (with chain; the
-chain's sequence alone is taken, residues have the file's numbers). The result is a CSV table of the
-same columns and score, the log_ratio, protein by protein. Lines that do not fit the wild type are
-left out and named. --measured COLUMN prints Spearman's rank correlation of the scores with that
-column, over all mutations (whole proteins drawn anew for its 95 % interval) and per protein with at
-least ten.
 
 In a notebook:
 
@@ -40,11 +25,9 @@ if __name__ == "__main__":   # runs this command again in a child, the rank; thi
     import ddp_guard
     ddp_guard.supervise()
 
-import contextlib
 import hashlib
 import itertools
 import math
-import os
 import re
 import sys
 import textwrap
@@ -55,20 +38,17 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from ddp_setup import (BAD_INPUT, Ddp, abort, all_sum, autocast, barrier, note_progress, print0,
-                       seed_for, setup_ddp)
+from ddp_setup import Ddp, all_sum, autocast, note_progress, print0, seed_for
 from sedd.report import report, sequences_of
 from training.parser import Parser
-from training.files import check_writable, write_text_atomic
 from training.log import progress_bar
 from training.command_line import add_launch_arguments
-from training.launch import start_ranks_if_asked
 from training.loop import check_alike
 from training.resume import hash_of
-from proteins.seeds import content_key, keyed_generator
+from proteins.seeds import keyed_generator
+from training.tool import (check_output, open_output, refuse_moved_options, run_tool,
+                           show_on_rank_0)
 from proteins.tables import refuse_all
-from proteins.mutations import describe_skipped, place_all, place_on_sequences, read_mutations
-from mpnn.variant_tables import check_measured, check_no_score, report_text, table_text
 from sedd.diffusion import sample, sample_scheduled
 from sedd.fast_cpu import scores_at_masks_only
 from sedd.evaluation import BoundEstimator, draw_lengths, perplexity
@@ -76,11 +56,10 @@ from sedd.weights import export_sedd, load_sedd
 from sedd.batches import eval_batches
 from proteins.letters import AMINO_ACIDS, X_ID, decode, encode
 from proteins.sequences import Proteins, named_sequences
-from sedd.variants import read_variants, residue_scores, score_proteins, variant_scores
+from sedd.variants import residue_scores
 
 FREE = "_"              # marks a position of a template that is to be sampled
 BLOCK = 2000            # sequences that are scored together; results are written block by block
-PATIENCE = 6 * 3600.0   # seconds that ranks wait for a rank with more work
 INTERVAL = 1.96         # half the width of a 95 % interval, in standard errors
 LIKE = 0.9              # part of the longest's length that sequences of one pass should have,
 WORTH_A_PASS = 256      # if shorter ones together save so many positions
@@ -386,65 +365,35 @@ def make_parser():
         help="score sequences longer than the model was trained on in parts")
     add("--each_position", action="store_true",
         help="with --score: -ln p of each residue given all others")
-    add("--mutations", type=Path, metavar="FILE",
-        help="with --score: rank variants of its one sequence, one per line such as A12V,G30S; "
-             "without: score the variants of a table, with the columns mutation and sequence (the "
-             "wild type) or pdb_file, as pairs_from_scores.py --hold_out writes it")
-    add = group.add_argument
-    add("--measured", metavar="COLUMN",
-        help="print the rank correlation of the scores with this column of the table")
-    add("--lower_is_better", action="store_true",
-        help="of --measured, such as ddG with positive = destabilising")
     add_launch_arguments(parser)
     return parser
 
 
-# Options that only some tasks use: those of the tasks.
-ONLY_FOR = {("score",): ("samples", "window", "each_position"),
-            ("score", "mutations"): ("mutations",),
-            ("mutations",): ("measured", "lower_is_better"),
-            ("drawing",): ("length", "scaffold", "infill", "number", "report", "steps",
-                           "predictor", "temperature", "top_p", "seed")}
-
-
 def read_arguments(argv):
-    """The options. Raises ValueError for those that do not fit together."""
+    """The options, and the sequences of --report. Raises ValueError or OSError."""
+    refuse_moved_options(argv)
     parser = make_parser()
     args = parser.parse_args(argv)
-    task = task_of(args)
-    for tasks, names in ONLY_FOR.items():
-        useless = [f"--{name}" for name in names if getattr(args, name) != parser.get_default(name)]
-        if task in tasks or not useless:
-            continue
-        found = f"found {', '.join(useless)}"
-        if task == "drawing":
-            raise ValueError(f"{found} without --{tasks[0]}; expected both.")
-        raise ValueError(f"{found}, which --{task} does not use; leave it out, or choose another "
-                         "task.")
     check_arguments(args, parser)
-    start_ranks_if_asked(args, argv)
+    check_files(args)
+    args.reference = sequences_of(args.report) if args.report else []
     return args
 
 
-def task_of(args):
-    """The task that the options ask for: "score", "export", "mutations" (those of a table) or
-    "drawing"."""
-    if args.score:
-        return "score"
-    if args.export:
-        return "export"
-    if args.mutations:
-        return "mutations"
-    return "drawing"
-
-
 def check_arguments(args, parser):
-    """Refuse values, and options of one task that exclude each other. Raises ValueError."""
-    if args.samples != parser.get_default("samples") and (args.each_position or args.mutations):
-        raise ValueError("found --samples with --each_position or --mutations, which draw no noise "
-                         "levels; expected one of them.")
-    if args.lower_is_better and not args.measured:
-        raise ValueError("found --lower_is_better without --measured; expected both.")
+    """Refuse values, and options that do not fit together. Raises ValueError."""
+    given = {name for name, value in vars(args).items() if value != parser.get_default(name)}
+    for_drawing = given & {"number", "steps", "predictor", "temperature", "top_p", "seed", "report"}
+    for_scoring = given & {"samples", "window", "each_position"}
+    if for_drawing and (args.score or args.export):
+        raise ValueError(f"found --{' --'.join(sorted(for_drawing))} with --score or --export, "
+                         "which draw nothing; expected one of them.")
+    if for_scoring and not args.score:
+        raise ValueError(f"found --{' --'.join(sorted(for_scoring))} without --score; expected "
+                         "both.")
+    if "samples" in given and args.each_position:
+        raise ValueError("found --samples with --each_position, which draws no noise levels; "
+                         "expected one of them.")
     if args.export and args.out:
         raise ValueError("found --out with --export, which names what is written; expected one.")
     if args.report and (args.out is None or args.out.suffix == ".png" or args.infill):
@@ -469,7 +418,7 @@ def picture_of(args):
 
 def check_files(args):
     """Refuse files that cannot be read or written. Raises ValueError."""
-    read = [path for path in (args.infill, args.score, args.mutations, args.report) if path]
+    read = [path for path in (args.infill, args.score, args.report) if path]
     for path in read:
         if path.exists() and not path.is_file():
             raise ValueError(f"{path} is a folder or a device; expected a file.")
@@ -478,29 +427,13 @@ def check_files(args):
     checkpoint = Path(args.checkpoint)
     # An export is a folder; a run's folder holds its checkpoints in one.
     inputs = [checkpoint, *checkpoint.glob("*"), *checkpoint.glob("checkpoints/*"), *read]
-    refuse_overwriting(args, inputs)
-    out = args.out
-    if out is None:
-        return
-    # A device, such as /dev/null, would be replaced by a file.
-    no_file = out.exists() and not out.is_file()
-    if no_file or not out.absolute().parent.is_dir():
-        raise ValueError(f"--out {out} is a folder or a device, or in a folder that is missing; "
-                         "expected the name of a file in a folder that exists.")
+    for path in (args.out, picture_of(args)):
+        if path is not None:
+            check_output(path, inputs)
 
 
-def refuse_overwriting(args, inputs):
-    """ValueError for a result that would take the place of an input. inputs: paths."""
-    for path in inputs:
-        for written in (args.out, picture_of(args)):
-            if written and written.exists() and path.exists() and written.samefile(path):
-                raise ValueError(f"the result would overwrite {path}; expected another --out.")
-
-
-def run(args, ddp, reference):
-    """Do what the options say. reference: the sequences of --report, or an empty list.
-
-    Raises: ValueError or OSError."""
+def run(args, ddp):
+    """Do what the options say. Raises ValueError or OSError."""
     sedd = load_sedd(args.checkpoint, not args.no_ema, ddp.device)
     for note in sedd.notes:
         print0(ddp, textwrap.fill(note, 80, subsequent_indent="  "), file=sys.stderr)
@@ -510,24 +443,26 @@ def run(args, ddp, reference):
             export_sedd(sedd, args.export)
         print0(ddp, f"exported to {args.export}", file=sys.stderr)
         return
-    if args.score:   # before the first is scored
-        check_sequences(sedd, args)
     how = {"tokens": args.tokens, "ddp": ddp,
            "dtype": torch.bfloat16 if args.bfloat16 else torch.float32}
-    if task_of(args) == "mutations":
-        score_table(sedd, args, how)
-        return
+    if args.score:
+        check_sequences(sedd, args)     # before the first is scored
     with open_output(args.out, ddp) as write:
-        samples = score_or_draw(sedd, args, how, write)
-    if samples and reference:
-        show_on_rank_0(lambda: report(samples, reference, picture_of(args)), ddp)
+        if args.each_position:
+            score_positions(sedd, args, how, write)
+        elif args.score:
+            score_file(sedd, args, how, write)
+        else:
+            samples = draw_file(sedd, args, how, write)
+    if args.report:
+        show_on_rank_0(lambda: report(samples, args.reference, picture_of(args)), ddp)
 
 
 def inputs_of(args):
     """{what: plain value} of options and files, which must be the same on all ranks."""
     found = {f"--{name}": getattr(args, name) for name in ("tokens", "seed", "number", "steps",
                                                            "samples", "length", "scaffold")}
-    for name in ("infill", "score", "mutations"):
+    for name in ("infill", "score"):
         if getattr(args, name):
             found[f"--{name} (hash)"] = digest_of(getattr(args, name))
     return found
@@ -540,46 +475,6 @@ def digest_of(path):
         for piece in iter(lambda: file.read(1 << 20), b""):
             digest.update(piece)
     return digest.hexdigest()
-
-
-def score_or_draw(sedd, args, how, write):
-    """Write what the options ask for. Returns the samples, if some were drawn, or None."""
-    if args.mutations:
-        rank_variants(sedd, args, how, write)
-    elif args.each_position:
-        score_positions(sedd, args, how, write)
-    elif args.score:
-        score_file(sedd, args, how, write)
-    else:
-        return draw_file(sedd, args, how, write)
-    return None
-
-
-def show_on_rank_0(make_text, ddp):
-    """Print what make_text() returns on rank 0, while the other ranks wait: once ranks have left
-    (cleanup_ddp), guards end what takes longer than two minutes."""
-    if ddp.is_main:
-        print(make_text(), file=sys.stderr)
-    barrier(ddp, timeout=PATIENCE)
-
-
-@contextlib.contextmanager
-def open_output(path, ddp):
-    """A function that writes text, on rank 0, to stdout or to `path`, which appears when whole."""
-    texts = []
-    if not ddp.is_main:
-        yield lambda text: None
-    elif path is None:
-        yield write_to_stdout
-    else:
-        check_writable(path)
-        yield texts.append
-        write_text_atomic(path, "".join(texts))
-        print0(ddp, f"written: {path}", file=sys.stderr)
-
-
-def write_to_stdout(text):
-    print(text, end="", flush=True)
 
 
 def draw_file(sedd, args, how, write):
@@ -640,7 +535,7 @@ def check_template(text, name):
 
 def check_sequences(sedd, args):
     """ValueError that lists the sequences of --score which cannot be scored."""
-    parts_allowed = bool(args.window or args.each_position or args.mutations)
+    parts_allowed = bool(args.window or args.each_position)
     problems = []
     for name, text in named_sequences(args.score):
         try:
@@ -698,126 +593,8 @@ def score_positions(sedd, args, how, write):
             write(f"{name}\t{place}\t{letter}\t{nats:.4f}\n")
 
 
-def rank_variants(sedd, args, how, write):
-    """Write a table of variants, the likeliest first."""
-    named = list(named_sequences(args.score))
-    if len(named) != 1:
-        raise ValueError(f"{args.score} holds {len(named)} sequences; expected the one that "
-                         "--mutations changes.")
-    _, text = named[0]
-    sequence = letters_of(text)
-    variants = read_variants(args.mutations, sequence)
-    scores = variant_scores(sedd, sequence, [changes for _, changes in variants], **how)
-    write("rank\tvariant\tlog_ratio\n")
-    for rank, k in enumerate(np.argsort(-scores, kind="stable"), 1):
-        write(f"{rank}\t{variants[k][0]}\t{scores[k]:.4f}\n")
-
-
-def score_table(sedd, args, how):
-    """Write the table of --mutations with its scores; print their correlation if asked."""
-    ddp = how["ddp"]
-    proteins = read_table(sedd, args, ddp)
-    wild_types = [wild_type_of(protein) for protein in proteins]
-    changes = [protein.changes for protein in proteins]
-    # The files of structures may differ between hosts though the table does not.
-    check_alike({"wild types (hash)": content_key(*wild_types, *changes)}, ddp)
-    n = sum(map(len, changes))
-    print0(ddp, f"{ddp.device}: {args.checkpoint}, {n:,} variants of {len(proteins):,} protein(s)",
-           file=sys.stderr)
-    with open_output(args.out, ddp) as write:
-        with progress_bar(ddp.is_main, unit=" variants") as bar:
-            def advance(scored, total):
-                bar.total = total
-                bar.update(scored)
-
-            scores = score_proteins(sedd, wild_types, changes, advance, **how)
-        write(table_text(proteins, scores, added=()))
-    if args.measured:
-        show_on_rank_0(lambda: report_text(proteins, scores, args.measured, args.lower_is_better),
-                       ddp)
-
-
-def read_table(sedd, args, ddp):
-    """The Proteins of a table of --mutations. Prints which variants do not fit. Raises ValueError.
-    """
-    table = read_mutations(args.mutations, args.measured)
-    check_no_score(table)
-    if table.has_sequences:
-        proteins, skipped = place_on_sequences(table)
-    elif table.names_structures:
-        refuse_overwriting(args, table.structures)
-        # Letters alone matter here: no other chains, and no other atoms than CA.
-        proteins, skipped = place_all(table, see_all=False, ca_only=True)
-    else:
-        raise ValueError(f"{args.mutations} does not name the wild types of its variants; expected "
-                         "--score FASTA with the one sequence of a list, or a table with the "
-                         "column mutation and a column sequence (the wild type) or pdb_file.")
-    problems = []
-    for protein in proteins:
-        n = len(wild_type_of(protein))
-        if n > sedd.max_length:
-            problems.append(f"line {protein.variants[0].line}: {protein.name} has {n:,} residues, "
-                            f"but the model was trained on at most {sedd.max_length:,}; leave its "
-                            "variants out")
-    refuse_all(args.mutations, problems, "proteins")
-    if args.measured:
-        check_measured(proteins, args.measured)
-    if skipped:
-        print0(ddp, describe_skipped(table, skipped), file=sys.stderr)
-    return proteins
-
-
-def wild_type_of(protein):
-    """The sequence of the mutated chain, X for what is not known."""
-    return decode(protein.structure.chains[protein.chain].S)
-
-
 def cli(argv=None):
-    argv = sys.argv[1:] if argv is None else argv
-    try:
-        args = read_arguments(argv)
-        check_files(args)
-        reference = []
-        if args.report:
-            reference = sequences_of(args.report)
-        ddp = setup_ddp(args.device, args.backend, args.seed, args.ranks, quiet=True,
-                        timeout=PATIENCE, init_timeout=args.init_timeout, ipex=args.ipex)
-    except (ValueError, RuntimeError, OSError) as e:
-        refuse(e)
-    problem = None
-    interrupted = False
-    with ddp:
-        try:
-            run(args, ddp, reference)
-        except (ValueError, OSError) as e:   # BrokenPipeError is an OSError
-            problem = end_of(ddp, e)
-        except KeyboardInterrupt:
-            if ddp.world_size > 1:
-                raise   # this ends the other ranks
-            interrupted = True
-    if interrupted:
-        print("sample_sedd.py: interrupted (Ctrl-C)", file=sys.stderr)
-        sys.exit(130)
-    if problem:
-        refuse(problem)
-
-
-def end_of(ddp, error):
-    """What is left to be told of an error, on one rank: itself, or None. On many, end them all."""
-    if isinstance(error, BrokenPipeError):   # the reader of the output has ended, as in `| head`
-        if ddp.world_size > 1:
-            abort(ddp, "nobody reads the output any longer")
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return None
-    if ddp.world_size > 1:
-        abort(ddp, f"sample_sedd.py: error: {error}", BAD_INPUT)
-    return error
-
-
-def refuse(error):
-    """End with one message and the exit code for bad input."""
-    print(f"sample_sedd.py: error: {error}", file=sys.stderr)
-    sys.exit(BAD_INPUT)
+    run_tool("sample_sedd.py", argv, read_arguments, run)
 
 
 if __name__ == "__main__":

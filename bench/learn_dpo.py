@@ -10,7 +10,7 @@ weights in its first row, then a row for each run:
 
     Spearman    rank correlation of scores with measured values on the proteins held out: over all
                 mutations; mean of those of proteins with ten or more. Scores are those of
-                sample_proteinmpnn.py --mutations; corrected: with --correction_weights BASE
+                score_mutations.py --mutations; corrected: with --correction_weights BASE
     native      mean ln p per residue of the native sequences of these proteins, each whole, in
                 random orders. The last line compares its largest fall with monitoring.fall
     recovery, diversity
@@ -43,8 +43,8 @@ from mpnn.model import load_proteinmpnn
 from proteins.mutations import place_all, read_mutations
 from mpnn.pairs import Pair
 from mpnn.reference import Reference, load_base
-from mpnn.variant_tables import Scoring, check_measured, correlate_proteins
-from mpnn.variants import score_alone, score_variants
+from proteins.scores import check_measured, correlate_proteins
+from mpnn.variants import Scoring, score_alone, score_variants
 from train_dpo_ddp import Config, Loss, objective, prepare, train
 from training.config import load_config
 from training.files import write_text_atomic
@@ -217,7 +217,7 @@ class Judge:
         """{column: number} of weights; without CPU minutes."""
         speed_up(model)
         scores = self.of_variants(lambda protein: score_variants(
-            model, protein.complex, protein.changes, *Scoring()))
+            model, protein.complex, protein.changes, Scoring()))
         plain = self.correlate(scores)
         corrected = self.correlate([own - alone for own, alone in zip(scores, self.alone)])
         with torch.no_grad():

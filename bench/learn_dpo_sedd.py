@@ -37,7 +37,7 @@ from bench.learn_dpo import write_pairs
 from ddp_setup import AGAIN, barrier, print0
 from mpnn.mutation_pairs import mutated
 from proteins.mutations import place_all, place_on_sequences, read_mutations
-from mpnn.variant_tables import check_measured, correlate_proteins
+from proteins.scores import check_measured, correlate_proteins
 from sample_sedd import sample_sequences
 from sedd.bounds import PairBounds
 from proteins.letters import encode

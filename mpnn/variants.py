@@ -1,7 +1,7 @@
 """Scores of variants: log-probability of the mutant's letters less that of the wild type's.
 
-    scores = score_variants(model, complex, [[(7, 18)], [(7, 18), (30, 2)]], n_orders=4)
-    scores = scores - score_alone(base_model, complex, variants)    # unfolded-state correction
+    scores = score_variants(model, complex, [[(7, 18)], [(7, 18), (30, 2)]], Scoring(n_orders=4))
+    of_each = score_proteins(model, complexes, variants, correction=base_model, ddp=ddp)
     log_p = log_probs_decoded_last(model, encoding, S, order, positions)        # (P, 21)
 
 A mutated residue is decoded last, so that it sees the letters of all others. What depends on the
@@ -20,11 +20,13 @@ itself is another; those of the other neighbours are kept from the pass of the w
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ddp_setup import Ddp, all_sum, note_progress
 from mpnn.batches import collate_complexes
 from mpnn.model import (Encoding, ProteinMPNN, SharedContext, decoded_before, decoding_order,
                         step_of_residue)
@@ -54,11 +56,62 @@ def log_probs_decoded_last(model: ProteinMPNN, encoding: Encoding, S: Tensor, or
     return torch.cat([base.log_probs_of_last(chunk) for chunk in chunks])
 
 
-@torch.no_grad()
-def score_variants(  # noqa: PLR0913  (two of these only say how fast, and how far)
-        model: ProteinMPNN, complex: Complex, variants: list[list[tuple[int, int]]],
-        n_orders: int = 4, seed: int = 0, batch_size: int = 8,
-        done: Callable[[int], object] = lambda n: None) -> np.ndarray:
+class Scoring(NamedTuple):
+    """How variants are scored.
+
+    n_orders:   random decoding orders of the other residues, over which the mean is taken.
+    seed:       of the orders, which are the same for all variants.
+    batch_size: variants of several mutations per pass.
+    """
+    n_orders: int = 4
+    seed: int = 0
+    batch_size: int = 8
+
+
+def score_proteins(  # noqa: PLR0913  (the last two only say where, and how far)
+        model: ProteinMPNN, complexes: list[Complex], variants: list[list[list[tuple[int, int]]]],
+        scoring: Scoring = Scoring(), correction: ProteinMPNN | None = None,
+        done: Callable[[int, int], object] = lambda n, total: None,
+        ddp: Ddp | None = None) -> list[np.ndarray]:
+    """Scores of the variants of several proteins: a list of (n,) float64, in nats. Collective if
+    ddp is given, with the same result for any number of ranks.
+
+    Each order of each protein is computed by one rank.
+
+    Args:
+        model:      in eval mode, on its device.
+        variants:   of each protein, see score_variants.
+        correction: model whose score of the residues alone is subtracted, or None.
+        done:       called after each order of this rank, with the number of its variants, and of
+                    those in all of this rank.
+    """
+    ddp = ddp or Ddp(device=next(model.parameters()).device)
+    alone = scoring.n_orders    # a unit of work after the orders
+    numbers = range(scoring.n_orders + (correction is not None))
+    units = [(protein, number) for protein in range(len(complexes)) for number in numbers]
+    own_units = units[ddp.rank::ddp.world_size]
+    own_total = sum(len(variants[protein]) for protein, _ in own_units)
+    counts = [len(of_protein) for of_protein in variants]
+    tables = [torch.zeros(scoring.n_orders + 1, n, dtype=torch.float64) for n in counts]
+    encoded = None      # the protein of `encoding`
+    for protein, number in own_units:
+        complex = complexes[protein]
+        if number == alone:
+            found = score_alone(correction, complex, variants[protein])
+        else:
+            if protein != encoded:
+                encoding = encode_complex(model, complex)
+                encoded = protein
+            found = score_in_order(model, encoding, complex, variants[protein], scoring, number)
+        tables[protein][number] = torch.from_numpy(found)
+        note_progress(ddp)
+        done(len(found), own_total)
+    of_all = all_sum(torch.cat(tables, dim=1), ddp)     # of each number one rank has it
+    return [mean_over_orders(table.numpy()) for table in of_all.split(counts, dim=1)]
+
+
+def score_variants(model: ProteinMPNN, complex: Complex, variants: list[list[tuple[int, int]]],
+                   scoring: Scoring = Scoring()) -> np.ndarray:
     """ln p(mutant) - ln p(wild type) of the mutated residues, given all others.
 
     The mutated residues are decoded last. If there are several, they follow one another along the
@@ -66,43 +119,49 @@ def score_variants(  # noqa: PLR0913  (two of these only say how fast, and how f
     those before it, of the mutant for the mutant, of the wild type for the wild type.
 
     Args:
-        complex:    with the wild type's letters.
-        variants:   each a list of (row of the complex, letter 0 to 20), of different rows that are
-                    resolved.
-        n_orders:   random decoding orders of the other residues, over which the mean is taken.
-        seed:       of the orders, which are the same for all variants.
-        batch_size: variants of several mutations per pass.
-        done:       called with the number of variants and residues that were computed since.
+        complex:  with the wild type's letters.
+        variants: each a list of (row of the complex, letter 0 to 20), of different rows that are
+                  resolved.
     Returns: (n,) float64 in nats; below 0: the model prefers the wild type.
     """
-    device = next(model.parameters()).device
-    encoding = encode_complex(model, complex)
-    S = torch.from_numpy(complex.S.astype(np.int64))[None].to(device)
-    several = by_rows(variants)
+    scores, = score_proteins(model, [complex], [variants], scoring)
+    return scores
+
+
+def mean_over_orders(table):
+    """Scores (n,) of a table (orders + 1, n), whose last row is subtracted."""
+    total = 0.0
+    for of_order in table[:-1]:     # one after another: the same rounding for any n
+        total = total + of_order
+    return total / (len(table) - 1) - table[-1]
+
+
+@torch.no_grad()
+def score_in_order(  # noqa: PLR0913  (what the numbers depend on)
+        model, encoding, complex, variants, scoring, number):
+    """Scores (n,) float64 by one decoding order. number: of the order, from 0."""
+    S = torch.from_numpy(complex.S.astype(np.int64))[None].to(encoding.mask.device)
+    order = variant_order(len(complex), scoring.seed, number).to(S.device)
+    scores = np.zeros(len(variants))
     rows = sorted({row for variant in variants if len(variant) == 1 for row, _ in variant})
     place = {row: k for k, row in enumerate(rows)}
-    scores = np.zeros(len(variants))
-    for number in range(n_orders):
-        order = variant_order(len(complex), seed, number).to(device)
-        if rows:
-            log_p = log_probs_decoded_last(model, encoding, S, order, rows).double().cpu().numpy()
-            done(len(rows))
-        for k, variant in enumerate(variants):
-            if len(variant) == 1:
-                (row, letter), = variant
-                scores[k] += log_p[place[row], letter] - log_p[place[row], complex.S[row]]
-        for mutated, members in several.items():
-            last = mutated if number % 2 == 0 else mutated[::-1]
-            letters = [dict(variants[k]) for k in members]
-            letters.insert(0, {row: int(complex.S[row]) for row in mutated})    # the wild type
-            log_p = []
-            for first in range(0, len(letters), batch_size):
-                chunk = letters[first:first + batch_size]
-                log_p.append(joint_log_prob(model, encoding, S, order, last, chunk))
-            log_p = np.concatenate(log_p)
-            scores[members] += log_p[1:] - log_p[0]
-            done(len(members))
-    return scores / n_orders
+    if rows:
+        log_p = log_probs_decoded_last(model, encoding, S, order, rows).double().cpu().numpy()
+    for k, variant in enumerate(variants):
+        if len(variant) == 1:
+            (row, letter), = variant
+            scores[k] = log_p[place[row], letter] - log_p[place[row], complex.S[row]]
+    for mutated, members in by_rows(variants).items():
+        last = mutated if number % 2 == 0 else mutated[::-1]
+        letters = [dict(variants[k]) for k in members]
+        letters.insert(0, {row: int(complex.S[row]) for row in mutated})    # the wild type
+        log_p = []
+        for first in range(0, len(letters), scoring.batch_size):
+            chunk = letters[first:first + scoring.batch_size]
+            log_p.append(joint_log_prob(model, encoding, S, order, last, chunk))
+        log_p = np.concatenate(log_p)
+        scores[members] = log_p[1:] - log_p[0]
+    return scores
 
 
 @torch.no_grad()
@@ -136,12 +195,6 @@ def score_alone(model: ProteinMPNN, complex: Complex,
     return scores
 
 
-def work_of(variants: list[list[tuple[int, int]]], n_orders: int) -> int:
-    """What `done` of score_variants adds up to."""
-    rows = {variant[0][0] for variant in variants if len(variant) == 1}
-    return n_orders * (len(rows) + sum(len(variant) > 1 for variant in variants))
-
-
 def variant_order(n_residues: int, seed: int, number: int) -> Tensor:
     """(1, L) int64: a random decoding order of all residues, the same for all structures of L."""
     draw = torch.randn(1, n_residues, dtype=torch.float64,
@@ -149,6 +202,7 @@ def variant_order(n_residues: int, seed: int, number: int) -> Tensor:
     return decoding_order(torch.ones_like(draw), draw)
 
 
+@torch.no_grad()
 def encode_complex(model, complex):
     """The model's encoding of one complex."""
     tensors = collate_complexes([complex], ("X", "mask", "residue_idx", "chain_id"))

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import numpy as np
 
 N_DRAWS = 1000
-MOST_NUMBERS = 2_000_000    # of a table (draws, mutations): 16 MB, and some copies
 FEWEST = 3              # mutations for any correlation
 LEAST = 10              # mutations of a protein for a correlation of its own
 
@@ -84,15 +83,16 @@ def estimate(x, y, random, unit):
     """Estimate of Spearman's correlation of x and y (n,), by the draws of a random generator.
 
     unit: (n,) number of the unit of each value; units are drawn, with all their values."""
-    value, = spearman(x, y, np.ones((1, len(x))))
+    a = np.unique(x, return_inverse=True)[1]
+    b = np.unique(y, return_inverse=True)[1]
     n_units = unit.max() + 1
     evenly = np.full(n_units, 1 / n_units)
-    size = max(MOST_NUMBERS // len(x), 1)
-    parts = []
-    for first in range(0, N_DRAWS, size):
-        times = random.multinomial(n_units, evenly, min(size, N_DRAWS - first))
-        parts.append(spearman(x, y, times[:, unit]))
-    return Estimate(float(value), *interval(np.concatenate(parts)), len(x))
+    draws = []
+    for _ in range(N_DRAWS):
+        times = random.multinomial(n_units, evenly)
+        rows = np.repeat(np.arange(len(x)), times[unit])
+        draws.append(spearman(a[rows], b[rows]))
+    return Estimate(spearman(a, b), *interval(np.array(draws)), len(x))
 
 
 def interval(values):
@@ -104,27 +104,15 @@ def interval(values):
     return float(low), float(high)
 
 
-def spearman(x: np.ndarray, y: np.ndarray, times: np.ndarray) -> np.ndarray:
-    """Spearman's rank correlation of x and y, each value taken so many times.
-
-    Args:
-        x, y:  (n,) numbers.
-        times: (D, n) whole numbers; a row of ones takes each value once.
-    Returns: (D,), nan where all x or all y that are taken are equal.
-    """
-    total = times.sum(1, keepdims=True)
-    a = average_ranks(x, times) - (total + 1) / 2           # less the mean of all ranks
-    b = average_ranks(y, times) - (total + 1) / 2
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return (times * a * b).sum(1) / np.sqrt((times * a * a).sum(1) * (times * b * b).sum(1))
+def spearman(a: np.ndarray, b: np.ndarray) -> float:
+    """Spearman's rank correlation of a and b (n,), whole numbers from 0 in the order of the values
+    that they stand for; nan where all of a or all of b are equal."""
+    if not len(a) or np.ptp(a) == 0 or np.ptp(b) == 0:
+        return np.nan
+    return float(np.corrcoef(average_ranks(a), average_ranks(b))[0, 1])
 
 
-def average_ranks(x, times):
-    """(D, n) rank of each value from 1, equal values at the mean of their ranks; see spearman."""
-    order = np.argsort(x, kind="stable")
-    is_first = np.append(True, np.diff(x[order]) > 0)       # of those equal to it
-    counts = np.add.reduceat(times[:, order], np.flatnonzero(is_first), axis=1)
-    ranks = np.cumsum(counts, axis=1) - (counts - 1) / 2
-    back = np.empty(len(x), np.int64)
-    back[order] = np.cumsum(is_first) - 1
-    return ranks[:, back]
+def average_ranks(a):
+    """(n,) rank of each from 1, equal ones at the mean of their ranks; see spearman."""
+    counts = np.bincount(a)
+    return (np.cumsum(counts) - (counts - 1) / 2)[a]

@@ -1,8 +1,9 @@
-"""Lists and tables of mutations: read, checked, placed on the structures that they name.
+"""Lists and tables of mutations: read, checked, placed on the proteins that they name.
 
     table = read_mutations("s2648.csv", measured="ddg")
     proteins, skipped = place_all(table)            # a Protein for each structure and chain
     rest, held_out = hold_out(proteins, 0.2)        # by the sequence of the mutated chain
+    protein = scan_sequence("mine", "MKTAYIAKQ")    # all single mutations
 
 A list has one variant per line, such as A12V or A12V:G45D; text after # is left out. A table (CSV,
 commas or tabs) has a column `mutation` with such variants, and perhaps pdb_file (path, relative to
@@ -23,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from proteins.structures import Chain, Complex, Structure, read_structure
+from proteins.structures import Chain, Complex, Structure, parse_positions, read_structure
 from proteins.tables import (MAX_LISTED, check_cells, read_rows, read_table_text, refuse_all,
                              refuse_fasta, table_columns)
 from proteins.letters import AMINO_ACIDS, LETTERS, decode, encode
@@ -77,9 +78,9 @@ class MutationTable(NamedTuple):
 
 
 class Protein(NamedTuple):
-    """A structure with the variants of one of its chains."""
-    name: str                   # path as in the table or on the command line
-    structure: Structure
+    """A structure, or a sequence alone, with variants of one of its chains; a scan has some."""
+    name: str                   # path as in the table or on the command line; of a sequence: any
+    structure: Structure        # of a sequence: one chain A, all coordinates 0
     complex: Complex            # the mutated chain first, then its context
     variants: list[Variant]
     changes: list[list[tuple[int, int]]]    # of each variant: (row of the complex, letter 0 to 19)
@@ -87,6 +88,15 @@ class Protein(NamedTuple):
     @property
     def chain(self) -> str:
         return self.complex.design[0]
+
+    @property
+    def has_structure(self) -> bool:
+        return bool(self.complex.X.any())
+
+    @property
+    def sequence(self) -> str:
+        """Letters of the mutated chain, X for what is not known."""
+        return decode(self.structure.chains[self.chain].S)
 
 
 def read_mutations(path: str | Path, measured: str | None = None) -> MutationTable:
@@ -149,7 +159,11 @@ def place_all(table: MutationTable, structure: str | Path | None = None, chain: 
         try:
             if path not in structures:
                 structures[path] = read_structure(path, ca_only)
-            complex = choose_complex(structures[path], name, context)
+            complex = choose_complex(structures[path], [name] if name else None, context)
+            if len(complex.design) > 1:
+                raise ValueError(f"{path} has the protein chains {' '.join(complex.design)}; "
+                                 "expected one, or a column chain (or --chains of "
+                                 "score_mutations.py), which says which is mutated")
         except (ValueError, OSError) as error:
             problems.append(f"line {variants[0].line}: {error}")
             continue
@@ -162,32 +176,110 @@ def place_all(table: MutationTable, structure: str | Path | None = None, chain: 
     return proteins, skipped
 
 
-def place_on_sequences(table: MutationTable) -> tuple[list[Protein], list]:
+def place_on_sequences(table: MutationTable,
+                       wild_type: tuple[str, str] | None = None) -> tuple[list[Protein], list]:
     """As place_all, of a table whose column `sequence` has the wild type of each mutation. Its
-    residues are numbered from 1. There is no structure: all coordinates are 0."""
+    residues are numbered from 1. There is no structure: all coordinates are 0.
+
+    wild_type: (name, sequence) of the only one, for a list, which names none."""
     groups = {}
     for variant in table.variants:
-        groups.setdefault(variant.cells["sequence"].upper(), []).append(variant)
+        text = wild_type[1] if wild_type else variant.cells["sequence"].upper()
+        groups.setdefault(text, []).append(variant)
     proteins = []
     skipped = []
     problems = []
     for number, (text, variants) in enumerate(groups.items(), 1):
+        beginning = text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+        name = wild_type[0] if wild_type else f"protein {number} ({beginning})"
         try:
-            letters = encode(text)
+            protein = protein_of_sequence(name, text)
         except ValueError as error:
             problems.append(f"line {variants[0].line}: {error}")
             continue
-        numbers = tuple(str(i + 1) for i in range(len(letters)))
-        chain = Chain(letters, np.zeros((len(letters), 4, 3), np.float32),
-                      np.ones(len(letters), bool), numbers)
-        beginning = text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
-        structure = Structure(f"protein {number} ({beginning})", {"A": chain})
-        protein = Protein(structure.name, structure, Complex(structure, ["A"]), [], [])
-        place(protein, variants, structure.name, skipped)
+        place(protein, variants, name, skipped)
         if protein.variants:
             proteins.append(protein)
     check_placed(table, proteins, skipped, problems, "sequence")
     return proteins, skipped
+
+
+def scan_structure(path: str | Path, chains: list[str] | None = None,  # noqa: PLR0913
+                   fixed: list[str] | None = None, positions: list[str] | None = None,
+                   see_all: bool = True, ca_only: bool = False) -> list[Protein]:
+    """All single mutations of a structure: at each resolved residue the 19 other letters.
+
+    Args:
+        chains:    names of those to mutate; None: all that are not fixed.
+        fixed:     names of the context chains; None: all others.
+        positions: the only ones to mutate, texts such as A10-A20; None: all.
+        see_all:   one Protein of all chains together; False: one of each chain alone.
+        ca_only:   read the structure for a CA-only model.
+    Raises: ValueError.
+    """
+    structure = read_structure(path, ca_only)
+    whole = choose_complex(structure, chains, fixed)
+    names = chains or list(whole.design)
+    labels = [(name, number) for name in names for number in structure.chains[name].numbers]
+    wanted = range(len(labels))
+    if positions:
+        wanted, _ = parse_positions(" ".join(positions), structure, names)
+    complexes = [whole]
+    if not see_all:
+        complexes = [Complex(structure, [name]) for name in names]
+    proteins = []
+    for complex in complexes:
+        protein = Protein(str(path), structure, complex, [], [])
+        rows = {}       # label -> row of the complex
+        for name in complex.design:
+            for row, number in zip(complex.rows([name]), structure.chains[name].numbers):
+                rows[name, number] = int(row)
+        for name, number in (labels[position] for position in wanted):
+            row = rows.get((name, number))
+            if number and row is not None and complex.mask[row]:
+                add_all_letters(protein, row, number, {"chain": name})
+        if protein.variants:
+            proteins.append(protein)
+    if not proteins:
+        raise ValueError(f"{path}: found no residue to mutate; expected some with one of the 20 "
+                         f"letters and {structure.needed}.")
+    return proteins
+
+
+def scan_sequence(name: str, text: str) -> Protein:
+    """All single mutations of a sequence: at each place, from 1, the 19 other letters."""
+    protein = protein_of_sequence(name, text)
+    chain = protein.structure.chains["A"]
+    for row, number in enumerate(chain.numbers):
+        add_all_letters(protein, row, number, {})
+    if not protein.variants:
+        raise ValueError(f"{name:.60}: found no residue to mutate; expected some of the 20 "
+                         "letters.")
+    return protein
+
+
+def add_all_letters(protein, row, number, cells):
+    """Add the variants of one row of the complex, unless its letter is not known.
+
+    number: of the residue. cells: {column: text} of these variants, besides the mutation."""
+    wild_type = LETTERS[protein.complex.S[row]]
+    if wild_type not in AMINO_ACIDS:
+        return
+    for mutant in AMINO_ACIDS.replace(wild_type, ""):
+        mutation = Mutation(wild_type, number, mutant)
+        own = {**cells, "mutation": str(mutation)}
+        protein.variants.append(Variant(0, own, (mutation,), math.nan))
+        protein.changes.append([(row, LETTERS.index(mutant))])
+
+
+def protein_of_sequence(name, text):
+    """A Protein of a sequence alone, without variants. ValueError for other letters."""
+    letters = encode(text)
+    numbers = tuple(str(i + 1) for i in range(len(letters)))
+    chain = Chain(letters, np.zeros((len(letters), 4, 3), np.float32),
+                  np.ones(len(letters), bool), numbers)
+    structure = Structure(name, {"A": chain})
+    return Protein(name, structure, Complex(structure, ["A"]), [], [])
 
 
 def check_placed(table, proteins, skipped, problems, where):
@@ -353,28 +445,26 @@ def check_structure_file(path, cells):
 
 # ---- structures ----
 
-def choose_complex(structure, name, context):
-    """Complex of the chain to mutate and its context. ValueError for absent chains.
+def choose_complex(structure, names, context):
+    """Complex of the chains to mutate and their context. ValueError for absent chains.
 
-    name:    of the chain; None: there is only one of a protein.
+    names:   of the chains; None: all of proteins that are no context.
     context: names of the other chains that the model shall see; None: all of proteins.
     """
-    usable = [key for key, chain in structure.chains.items() if chain.resolved.any()]
-    if name is None and len(usable) != 1:
-        raise ValueError(f"{structure.name} has the protein chains {' '.join(usable) or '(none)'}; "
-                         "expected one, or a column chain (or --chains of sample_proteinmpnn.py), "
-                         "which says which is mutated")
-    name = usable[0] if name is None else name
+    usable = sorted(key for key, chain in structure.chains.items() if chain.resolved.any())
+    if names is None:
+        names = [key for key in usable if key not in (context or ())]
     if context is None:
-        context = [key for key in usable if key != name]
-    for key in (name, *context):
+        context = [key for key in usable if key not in names]
+    together = [*names, *context]
+    for key in together:
         if key not in usable:
             raise ValueError(f"found chain {key}; expected a protein chain of {structure.name}, "
                              f"which has {' '.join(usable) or '(none)'}")
-    if name in context or len(set(context)) < len(context):
-        raise ValueError(f"found the chains {' '.join((name, *context))}; expected each once, the "
-                         "mutated one first")
-    return Complex(structure, [name], context)
+    if not names or len(set(together)) < len(together):
+        raise ValueError(f"found the chains {' '.join(together) or '(none)'} of {structure.name}; "
+                         "expected each once, those to mutate first")
+    return Complex(structure, names, context)
 
 
 def place(protein, variants, where, skipped):

@@ -1,7 +1,6 @@
 """Scores of residues and of variants by SEDD, each behind a mask.
 
     nats = residue_scores(sedd, "MKTAYIAKQ")                    # -ln p of each residue: (L,)
-    variants = read_variants("list.txt", "MKTAYIAKQ")           # [("M1A", [(0, 0)]), ...]
     ratios = variant_scores(sedd, "MKTAYIAKQ", [[(0, 0)], [(0, 0), (2, 19)]])
     of_each = score_proteins(sedd, ["MKTAYIAKQ", "GSHHW"], [[[(0, 0)]], [[(3, 1)], [(4, 1)]]])
 
@@ -12,15 +11,12 @@ mutant. Writes nothing.
 import collections
 import itertools
 import math
-import re
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from ddp_setup import Ddp, all_sum, autocast, note_progress
-from proteins.letters import AMINO_ACIDS, X_ID, encode
-from proteins.tables import refuse_all, refuse_fasta, table_columns
+from proteins.letters import X_ID, encode
 
 
 def mask_of(sedd):
@@ -142,50 +138,3 @@ def batches_by_places(variants, size):
     groups = list(of_places.values())
     return [list(itertools.chain.from_iterable(groups[first:first + size]))
             for first in range(0, len(groups), size)]
-
-
-def read_variants(path, sequence):
-    """[(text, [(place from 0, token), ...])] of a file with a variant per line: A12V, or A12V,G30S.
-
-    Raises: ValueError naming the line, also if the sequence has another letter at the place."""
-    found = []
-    problems = []
-    text = Path(path).read_text(encoding="utf-8-sig", errors="replace")
-    refuse_fasta(path, text)
-    if "mutation" in table_columns(text):
-        raise ValueError(f"{path} is a table, whose lines name their own wild types; expected a "
-                         "list, one variant per line, such as A12V,G30S; or the table without "
-                         "--score.")
-    for number, line in enumerate(text.splitlines(), 1):
-        words = re.findall(r"[^\s,;:+/]+", line.partition("#")[0])
-        try:
-            changes = [read_mutation(word, sequence) for word in words]
-            if len({place for place, _ in changes}) < len(changes):
-                raise ValueError(f"found one place twice in {line.strip():.80}; expected each "
-                                 "place of a variant once")
-        except ValueError as error:
-            problems.append(f"line {number}: {error}")
-            continue
-        if changes:
-            found.append((",".join(words).upper(), changes))
-    refuse_all(path, problems)
-    if not found:
-        raise ValueError(f"{path} holds no variant; expected one per line, such as A12V or "
-                         "A12V,G30S.")
-    return found
-
-
-def read_mutation(word, sequence):
-    """(place from 0, token) of a word such as A12V. ValueError if the sequence does not have it."""
-    parts = re.fullmatch(rf"([{AMINO_ACIDS}])(\d{{1,9}})([{AMINO_ACIDS}])", word.upper())
-    place = len(sequence)
-    if parts and int(parts[2]):
-        place = int(parts[2]) - 1
-    letter = sequence[place:place + 1]   # none before the first or after the last
-    if parts and letter == parts[1]:
-        return place, AMINO_ACIDS.index(parts[3])
-    reason = ""
-    if letter:
-        reason = f"; the sequence has {letter} there"
-    raise ValueError(f"found {word:.40}{reason}; expected such as A12V: a letter of the sequence, "
-                     f"its place from 1 to {len(sequence)}, the new letter")

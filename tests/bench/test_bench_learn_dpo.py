@@ -57,7 +57,7 @@ def test_the_correlation_is_that_of_the_command_for_variants(finished):
     folder, table = finished
     command = ["runs/shipped_0/latest_model.pt", "--mutations", "runs/shipped_held_out.csv",
                "--measured", "ddg", "--lower_is_better", "--device", "cpu", "--out", "s.csv"]
-    (code, _, err), = command_lines("sample_proteinmpnn", [command], folder)
+    (code, _, err), = command_lines("score_mutations", [command], folder)
     assert code == 0, err
     overall, mean = re.findall(r"^Spearman (-?[\d.]+)", err, re.M)
     assert rows_of(table)["shipped", "0"][:2] == [float(overall), float(mean)]

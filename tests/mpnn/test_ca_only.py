@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import sample_proteinmpnn
+import score_mutations
 from mpnn.demo import demo_pairs
 from mpnn.model import (ca_frames, ca_orientation, from_checkpoint, load_proteinmpnn, quaternion,
                         random_proteinmpnn, to_checkpoint)
@@ -184,20 +185,20 @@ def test_a_chain_of_ca_atoms_is_refused_for_design_by_a_full_model(sample, weigh
 
 
 @pytest.mark.parametrize("options", [["--mutations", "list.csv"], ["--scan"]])
-def test_variants_of_a_file_of_ca_atoms_are_scored(sample, weights, files, demo, options):
+def test_variants_of_a_file_of_ca_atoms_are_scored(weights, files, demo, options, capsys):
     letter = "ACDEFGHIKLMNPQRSTVWY"[demo.complex.S[1]]
     (files / "list.csv").write_text(f"mutation\n{letter}2{'A' if letter != 'A' else 'G'}\n")
     options = [files / word if word == "list.csv" else word for word in options]
-    code, out, said = sample(weights / "ca.pt", files / "ca.pdb", *options)
-    assert code == 0, said
-    assert len(out.splitlines()) > 1
+    score_mutations.main([*map(str, (weights / "ca.pt", files / "ca.pdb", *options))])
+    assert len(capsys.readouterr().out.splitlines()) > 1
 
 
-def test_a_correction_by_weights_of_the_other_kind_is_refused(sample, weights, files):
-    code, _, said = sample(weights / "ca.pt", files / "all.pdb", "--scan", "--correction_weights",
-                           weights / "full.pt")
-    assert code == 2
-    assert "expected both of one kind" in said
+def test_a_correction_by_weights_of_the_other_kind_is_refused(weights, files, capsys):
+    with pytest.raises(SystemExit) as end:
+        score_mutations.main([*map(str, (weights / "ca.pt", files / "all.pdb", "--scan",
+                                         "--correction_weights", weights / "full.pt"))])
+    assert end.value.code == 2
+    assert "expected both of one kind" in capsys.readouterr().err
 
 
 def pairs_file(folder, demo, pdb_file):

@@ -6,8 +6,8 @@ import torch
 
 from mpnn.model import random_proteinmpnn
 from proteins.structures import Chain, Complex, Structure
-from mpnn.variants import (encode_complex, log_probs_decoded_last, score_alone, score_variants,
-                           variant_order, work_of)
+from mpnn.variants import (Scoring, encode_complex, log_probs_decoded_last, score_alone,
+                           score_proteins, score_variants, variant_order)
 
 A = 0           # letters
 G = 5
@@ -83,7 +83,7 @@ def test_the_score_is_the_mean_log_odds_of_the_residue_decoded_last():
         log_p = decoded(model, complex, S, [7], 5, number)[7]
         expected.append(log_p[W] - log_p[A])
     assert np.std(expected) > 1e-3
-    scores = score_variants(model, complex, [[(7, W)], [(7, A)]], n_orders=3, seed=5)
+    scores = score_variants(model, complex, [[(7, W)], [(7, A)]], Scoring(n_orders=3, seed=5))
     assert scores == pytest.approx([np.mean(expected), 0], abs=1e-5)
 
 
@@ -102,10 +102,11 @@ def test_several_mutations_are_decoded_along_the_chain_then_in_reverse():
             of_each.append(sum(log_p[row, letter] for row, letter in letters.items()))
         expected.append(of_each[0] - of_each[1])
     one = list(mutated.items())
-    scores = score_variants(model, complex, [one, one[::-1], [(4, W)]], n_orders=2, batch_size=2)
+    how = Scoring(n_orders=2, batch_size=2)
+    scores = score_variants(model, complex, [one, one[::-1], [(4, W)]], how)
     assert scores[:2] == pytest.approx([np.mean(expected)] * 2, abs=1e-4)
     singles = [[change] for change in one]
-    assert abs(scores[0] - score_variants(model, complex, singles, n_orders=2).sum()) > 1e-3
+    assert abs(scores[0] - score_variants(model, complex, singles, how).sum()) > 1e-3
 
 
 def test_alone_a_residue_is_a_structure_of_its_four_atoms():
@@ -121,8 +122,15 @@ def test_alone_a_residue_is_a_structure_of_its_four_atoms():
     assert scores == pytest.approx([*expected, sum(expected)], abs=1e-5)
 
 
-def test_what_is_computed_is_counted_for_a_progress_bar():
-    variants = [[(4, W)], [(4, G)], [(5, W)], [(4, W), (5, G)], [(5, W), (4, G)]]
-    counts = []
-    score_variants(sharp_model(), random_complex(), variants, n_orders=2, done=counts.append)
-    assert sum(counts) == work_of(variants, 2) == 2 * (2 + 2)
+def test_proteins_are_scored_as_each_alone_and_their_variants_are_counted():
+    complexes = [random_complex(), random_complex(length=20, second=9)]
+    variants = [[[(4, W)], [(4, G)], [(5, W), (4, A)]], [[(3, W)]]]
+    model = sharp_model()
+    told = []
+    found = score_proteins(model, complexes, variants, Scoring(n_orders=2), correction=model,
+                           done=lambda n, total: told.append((n, total)))
+    for scores, complex, of_protein in zip(found, complexes, variants):
+        expected = score_variants(model, complex, of_protein, Scoring(n_orders=2))
+        expected = expected - score_alone(model, complex, of_protein)
+        assert np.array_equal(scores, expected)
+    assert told == [(3, 12)] * 3 + [(1, 12)] * 3

@@ -1,10 +1,8 @@
 """sample_sedd.py: what comes out keeps its promises."""
 
-import csv
 import math
 import os
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,9 +11,6 @@ import torch
 from launchers import ROOT, fork_ranks
 from ddp_setup import Ddp
 import sample_sedd
-from proteins.mutations import place_on_sequences, read_mutations
-from mpnn.variant_tables import correlate_proteins
-from mpnn_cases import Atoms
 from sample_sedd import (cli, in_groups, like_lengths, reshape_choice, sample_sequences,
                          scaffold_templates, score_sequences)
 from sedd_cases import NOISE, SIZES, TrueScores, draw_and_score, write_checkpoint
@@ -26,6 +21,7 @@ from proteins.letters import AMINO_ACIDS, N_TOKENS, encode
 from sedd.variants import (batches_by_places, predict_letters, residue_scores, score_proteins,
                            variant_scores)
 from training_runs import needs_pretended_device, on_ranks
+from training import tool
 from training_runs import one_thread  # noqa: F401 (a fixture for all)
 
 @pytest.fixture(scope="module")
@@ -157,16 +153,6 @@ def test_any_number_of_ranks_draws_and_scores_the_same(checkpoint, tmp_path, mon
             assert done.returncode == 0, done.text
         assert out.read_text() == texts.setdefault(kind, out.read_text())
     assert texts["fasta"].count(">") == 9
-
-
-def test_two_ranks_write_and_say_of_a_table_what_one_does(mutations, tmp_path, capsys):
-    arguments = mutations(TABLE + "GSHHW,A1W,1,g\n", "--measured", "ddg", "--tokens", "9")
-    cli([*arguments, "--out", "1.csv"])
-    said = capsys.readouterr().err.partition("written: 1.csv\n")[2]
-    done = fork_ranks(2, [ROOT / "sample_sedd.py", *arguments, "--out", "2.csv"], tmp_path)
-    assert done.returncode == 0, done.text
-    assert Path("2.csv").read_text() == Path("1.csv").read_text()
-    assert done.text.count(said) == done.text.count("A1W") == 1
 
 
 def test_ranks_with_other_files_are_refused(checkpoint, tmp_path):
@@ -334,96 +320,6 @@ def test_the_commands_print_tables(checkpoint, tmp_path, capsys):
     assert "three: found '-' at position 4" in refused(capsys, *words, "--each_position")
 
 
-@pytest.fixture
-def rank(checkpoint, tmp_path):
-    """Arguments that rank the variants of v.txt."""
-    (tmp_path / "wild.fasta").write_text(">w\nMKTAYIAKQ\n")
-    return [str(checkpoint), "--score", str(tmp_path / "wild.fasta"), "--mutations",
-            str(tmp_path / "v.txt")]
-
-
-def test_variants_are_ranked(rank, tmp_path, capsys):
-    (tmp_path / "v.txt").write_bytes("\ufeffM1A  # \xfc\n\nk2w, Q9A,\nT3G\n".encode())
-    cli(rank)
-    _, names, scores = zip(*(line.split("\t") for line in capsys.readouterr().out.splitlines()))
-    assert {*names[1:]} == {"M1A", "K2W,Q9A", "T3G"}
-    assert [*scores[1:]] == sorted(scores[1:], key=float, reverse=True)
-
-
-@pytest.mark.parametrize("variant, found", [
-    ("A2W", "A2W; the sequence has K there;"), ("M0A", "M0A;"), ("Q10A", "Q10A;"), ("M1", "M1;"),
-    ("M" + "9" * 5000 + "A", "M" + "9" * 39 + ";")])
-def test_a_variant_of_another_sequence_is_refused(rank, tmp_path, capsys, variant, found):
-    (tmp_path / "v.txt").write_text(f"M1A\n{variant}\n")
-    assert f"line 2: found {found} expected" in refused(capsys, *rank)
-
-
-def test_all_bad_lines_of_a_file_of_variants_are_named(rank, tmp_path, capsys):
-    (tmp_path / "v.txt").write_text("A2W\nM1A\nM1A,M1C\n")
-    said = refused(capsys, *rank)
-    assert [number for number in "123" if f"line {number}:" in said] == ["1", "3"]
-
-
-def test_a_fasta_in_place_of_variants_is_told(rank, tmp_path, capsys):
-    (tmp_path / "v.txt").write_text(">a\nMKTA\n")
-    assert "v.txt is a FASTA file" in refused(capsys, *rank)
-
-
-TABLE = f"""sequence,mutation,ddg,note
-MKTAYIAKQ,M1A,1,a
-GSHHW,G1W,2.5,b
-MKTAYIAKQ,K2W:Q9A,,"c, d"
-{AMINO_ACIDS},C2D,-0.5,e
-GSHHW,W5A,0.25,f
-"""
-
-
-@pytest.fixture
-def mutations(checkpoint, tmp_path, monkeypatch):
-    """A function: the arguments that score a table of this text, t.csv in the current folder."""
-    monkeypatch.chdir(tmp_path)
-
-    def arguments(text, *words):
-        (tmp_path / "t.csv").write_text(text)
-        return [str(checkpoint), "--mutations", "t.csv", *words]
-
-    return arguments
-
-
-def test_a_table_comes_back_protein_by_protein_with_its_scores(checkpoint, mutations, capsys):
-    cli(mutations(TABLE))
-    head, *rows = csv.reader(capsys.readouterr().out.splitlines())
-    assert head == ["sequence", "mutation", "ddg", "note", "score"]
-    assert [row[3] for row in rows] == ["a", "c, d", "b", "f", "e"]
-    sedd = load_sedd(checkpoint)
-    expected = [*variant_scores(sedd, "MKTAYIAKQ", [[(0, 0)], [(1, 18), (8, 0)]]),
-                *variant_scores(sedd, "GSHHW", [[(0, 18)], [(4, 0)]]),
-                *variant_scores(sedd, AMINO_ACIDS, [[(1, 2)]])]
-    assert [float(row[-1]) for row in rows] == pytest.approx(expected, abs=1e-5)
-
-
-def test_of_a_structure_the_sequence_of_the_chain_is_scored(checkpoint, mutations, tmp_path,
-                                                            capsys):
-    """Residues have the file's numbers; a letter is enough, without N, C and O; a gap is X."""
-    atoms = Atoms()
-    for number, name in ((10, "MET"), (11, "LYS"), (13, "TRP")):
-        atoms.add("A", number, name, atoms=("CA",))
-    (tmp_path / "one.pdb").write_text(atoms.add("B", 1, "GLY").pdb())
-    cli(mutations("pdb_file,chain,mutation\none.pdb,A,W13A\n"))
-    expected, = variant_scores(load_sedd(checkpoint), "MKXW", [[(3, 0)]])
-    assert capsys.readouterr().out == ("pdb_file,chain,mutation,score\n"
-                                       f"one.pdb,A,W13A,{expected:.5f}\n")
-
-
-def test_the_correlation_with_a_measured_column_is_that_of_the_table(mutations, capsys):
-    cli(mutations(TABLE, "--measured", "ddg", "--lower_is_better", "--out", "scores.csv"))
-    _, *rows = csv.reader(Path("scores.csv").read_text().splitlines())
-    proteins, _ = place_on_sequences(read_mutations("t.csv", "ddg"))
-    report = correlate_proteins(proteins, [np.array([float(row[-1]) for row in rows])], True)
-    said = capsys.readouterr().err
-    assert said.partition("written: scores.csv\n")[2].splitlines()[1:] == report.lines()
-
-
 def test_batches_of_variants_do_not_change_their_scores(checkpoint):
     sedd = load_sedd(checkpoint)
     variants = [[[(place, 0)] for place in range(1, 9)], [[(0, 18)], [(4, 0)]]]
@@ -440,70 +336,22 @@ def test_variants_of_the_same_places_are_scored_together_wherever_they_stand():
     assert batches_by_places(variants, 2) == [[0, 3, 1], [2, 4]]
 
 
-def test_variants_that_do_not_fit_are_named_and_left_out(mutations, capsys):
-    cli(mutations(TABLE + "GSHHW,A1W,1,g\n"))
-    out, err = capsys.readouterr()
-    assert re.search(r"line 7: A1W: .* residue 1 is G", err)
-    assert len(out.splitlines()) == 6
-
-
-@pytest.mark.parametrize("text, words, expected", [
-    ("M1A\n", [], "t.csv does not name the wild types of its variants; expected --score FASTA"),
-    ("mutation,ddg\nM1A,1\n", [], "t.csv does not name the wild types"),
-    ("M1A\n", ["--measured", "ddg"], "t.csv is a list; expected a table"),
-    (TABLE, ["--score", "wild.fasta"], "t.csv is a table, whose lines name their own wild types"),
-    ("M1A\n", ["--score", "wild.fasta", "--measured", "ddg"],
-     "found --measured, which --score does not use"),
-    (TABLE, ["--lower_is_better"], "found --lower_is_better without --measured"),
-    (TABLE, ["--measured", "ddG"], "t.csv has no column ddG"),
-    (TABLE.replace("-0.5", ""), ["--measured", "note"], "found 'a' as note; expected a number"),
-    (TABLE.replace("note", "score"), [], "t.csv has a column score"),
-    (TABLE + "M" * 41 + ",M1A,1,g\n", [],
-     "has 41 residues, but the model was trained on at most 40"),
-    ("sequence,mutation\nMKT,A1W\n", [], "no variant fits its sequence"),
-    ("sequence,mutation,ddg\nMKT,M1W,1\nMKT,K2A,2\n", ["--measured", "ddg"], "found 2 variants"),
-    ("sequence,mutation,ddg\n" + "MKT,M1W,1\n" * 3, ["--measured", "ddg"],
-     "found 1 as ddg of all 3 variants; expected different values"),
-    (TABLE, ["--length", "9"], "found --length, which --mutations does not use"),
-    (TABLE, ["--export", "e"], "found --mutations, which --export does not use"),
-    (TABLE, ["--samples", "4"], "found --samples, which --mutations does not use"),
-    (TABLE, ["--out", "t.csv"], "the result would overwrite t.csv"),
-    ("pdb_file,mutation\ntwo.pdb,G1A\n", ["--out", "o.csv"], "has the protein chains A B"),
-    ("pdb_file,chain,mutation\ntwo.pdb,A,W1A\n", ["--out", "two.pdb"],   # though W1A does not fit
-     "the result would overwrite two.pdb")])
-def test_a_table_that_cannot_be_scored_is_refused_before_anything_is_written(
-        mutations, tmp_path, capsys, text, words, expected):
-    (tmp_path / "wild.fasta").write_text(">w\nMKTAYIAKQ\n")
-    (tmp_path / "two.pdb").write_text(Atoms().add("A", 1, "GLY").add("B", 1, "GLY").pdb())
-    arguments = mutations(text, *words)
-    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    assert expected in refused(capsys, *arguments)
-    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
-
-
-def test_a_table_needs_a_model_with_a_mask(mutations, tmp_path, capsys):
-    uniform = write_checkpoint(tmp_path / "uniform.pt", "uniform")
-    _, *words = mutations(TABLE)
-    assert "behind a mask, which the uniform graph" in refused(capsys, uniform, *words)
-
-
 @pytest.mark.parametrize("words, expected", [
-    (["--measured", "ddg"], "found --measured without --mutations; expected both"),
     (["--number", "0"], "--number 0; expected at least 1"),
     (["--length", "9-3"], "found the length 9-3; expected a range like 80-120"),
     (["--length", "9" * 20], "at most 1,000,000"),
-    (["--score", __file__, "--seed", "1"], "found --seed, which --score does not use"),
+    (["--score", __file__, "--seed", "1"], "found --seed with --score or --export, which draw"),
     (["--scaffold", "MKT[4]", "--score", __file__], "not allowed with argument"),
     (["--score", "nope.fasta"], "there is no file nope.fasta"),
-    (["--score", __file__], "found letters before a header"),
+    (["--score", __file__], "with which FASTA begins"),
     (["--window"], "--window without --score"),
     (["--temperature", "1e-4", "--length", "5"], "expected temperature of 0.001 or more"),
     (["--out", "no/where.fasta"], "in a folder that is missing"),
-    (["--report", __file__, "--out", "new.fasta"], "found letters before a header"),
+    (["--report", __file__, "--out", "new.fasta"], "with which FASTA begins"),
     (["--report", __file__, "--out", "new.png"], "expected --out NAME.fasta"),
     (["--score", __file__, "--out", __file__], "the result would overwrite"),
     (["--seed", 2**63], f"--seed {2**63}; expected at most"),
-    (["--mutations", __file__, "--score", __file__, "--each_position"], "not allowed with"),
+    (["--score", __file__, "--window", "--each_position"], "not allowed with"),
     (["--score", __file__, "--each_position", "--samples", "4"], "found --samples with"),
     (["--export", "e", "--out", "o.fa"], "found --out with --export"),
     (["--out", "/proc/o.fa"], "/proc/"),
@@ -558,7 +406,7 @@ def test_the_report_is_made_before_the_ranks_leave(checkpoint, tmp_path, monkeyp
     ranks = []
     had_left = []
     (tmp_path / "ref.fasta").write_text(">a\nMKTAYIAKQRQISFVKSHFSRQ\n")
-    set_up = sample_sedd.setup_ddp
+    set_up = tool.setup_ddp
 
     def set_up_and_note(*arguments, **more):
         ranks.append(set_up(*arguments, **more))
@@ -568,7 +416,7 @@ def test_the_report_is_made_before_the_ranks_leave(checkpoint, tmp_path, monkeyp
         had_left.append(ranks[-1].state.clean)
         return "a report"
 
-    monkeypatch.setattr(sample_sedd, "setup_ddp", set_up_and_note)
+    monkeypatch.setattr(tool, "setup_ddp", set_up_and_note)
     monkeypatch.setattr(sample_sedd, "report", report)
     cli([str(checkpoint), "--steps", "1", "--length", "9", "--report", str(tmp_path / "ref.fasta"),
          "--out", str(tmp_path / "new.fasta")])

@@ -1,0 +1,123 @@
+"""Pictures of scores of mutations, as PNG; matplotlib is needed.
+
+    draw_scan(proteins, scores, "scan.png")                 # heat map, residues x letters
+    draw_measured(proteins, scores, "scores.png", report, "ddg", lower_is_better=True)
+
+proteins: list of Protein (proteins/mutations.py). scores: (n,) of the variants of each.
+"""
+import math
+
+import numpy as np
+
+from proteins.correlation import Report
+from proteins.mutations import Protein
+from training.files import write_whole
+
+LETTERS_BY_KIND = "GAVLIMCPFWYSTNQHKRDE"    # small and greasy, aromatic, polar, charged
+PER_LINE = 100          # residues
+TICK = 10               # residues from one number to the next
+INCHES = 0.14           # of a cell
+WITHIN = 0.98           # part of the scores that the colours tell apart
+DPI = 130
+MOST_COLOURS = 10       # proteins that have a colour of their own
+
+
+def draw_scan(proteins: list[Protein], scores: list[np.ndarray], path) -> None:
+    """Draw the scores of all single mutations of a protein: a line of cells for each letter.
+
+    Long chains are wrapped. Raises: ImportError without matplotlib."""
+    from matplotlib.figure import Figure
+    blocks = []     # (title, labels, wild types, cells (20, n))
+    for protein, of_protein in zip(proteins, scores):
+        for chain in protein.complex.design:
+            blocks += blocks_of(protein, chain, of_protein)
+    limit = float(np.quantile(np.abs(np.concatenate(scores)), WITHIN)) or 1.0
+    longest = max(cells.shape[1] for *_, cells in blocks)
+    width = max(INCHES * longest + 1.6, 6.0)
+    height = (INCHES * len(LETTERS_BY_KIND) + 0.75) * len(blocks) + 0.3
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = figure.subplots(len(blocks), 1, squeeze=False)[:, 0]
+    for axis, block in zip(axes, blocks):
+        image = draw_block(axis, *block, longest, limit)
+    bar = figure.colorbar(image, ax=list(axes), extend="both", fraction=0.02, pad=0.01,
+                          shrink=min(1.0, 3.0 / height + 0.3))
+    bar.set_label("score: ln p(mutant) - ln p(wild type), nats")
+    write_whole(path, lambda file: figure.savefig(file, dpi=DPI, format="png"))
+
+
+def blocks_of(protein, chain, scores):
+    """[(title, labels, wild types, cells)] of a chain, with up to PER_LINE residues each.
+
+    labels: number of each residue in the file, "" for a gap. wild types: its letter, or "".
+    cells: (20, n) scores, nan where there is none."""
+    numbers = protein.structure.chains[chain].numbers
+    place = {number: k for k, number in enumerate(numbers) if number}
+    cells = np.full((len(LETTERS_BY_KIND), len(numbers)), math.nan)
+    wild_types = [""] * len(numbers)
+    for variant, score in zip(protein.variants, scores):
+        if variant.cells.get("chain", chain) == chain:
+            mutation, = variant.mutations
+            k = place[mutation.number]
+            cells[LETTERS_BY_KIND.index(mutation.mutant), k] = score
+            wild_types[k] = mutation.wild_type
+    scored = [k for k, letter in enumerate(wild_types) if letter]
+    name = f"{protein.name}, chain {chain}" if protein.has_structure else protein.name
+    blocks = []
+    for first in range(scored[0], scored[-1] + 1, PER_LINE) if scored else ():
+        part = slice(first, min(first + PER_LINE, scored[-1] + 1))
+        labels = [number or "" for number in numbers[part]]
+        blocks.append((f"{name}: {labels[0]} to {labels[-1]}", labels, wild_types[part],
+                       cells[:, part]))
+    return blocks
+
+
+def draw_block(axis, title, labels, wild_types, cells, longest, limit):  # noqa: PLR0913
+    """Draw one line of a heat map. Returns the image, of which the colour bar is made."""
+    axis.set_facecolor("0.88")      # where there is no score
+    image = axis.imshow(cells, cmap="RdBu", vmin=-limit, vmax=limit, interpolation="nearest")
+    marked = [(k, LETTERS_BY_KIND.index(letter)) for k, letter in enumerate(wild_types) if letter]
+    axis.scatter(*zip(*marked), s=9, color="black", linewidths=0)
+    axis.set_xlim(-0.5, longest - 0.5)      # cells of all lines have one width
+    axis.set_yticks(range(len(LETTERS_BY_KIND)), LETTERS_BY_KIND, fontsize=7,
+                    family="monospace")
+    ticks = [k for k, label in enumerate(labels) if label.isdigit() and int(label) % TICK == 0]
+    axis.set_xticks(ticks, [labels[k] for k in ticks], fontsize=8)
+    axis.set_title(f"{title}   (dot: wild type, also above)", fontsize=9, loc="left", pad=14)
+    for k, letter in enumerate(wild_types):
+        axis.text(k, -0.9, letter, ha="center", va="bottom", fontsize=7, family="monospace")
+    return image
+
+
+def draw_measured(  # noqa: PLR0913  (what is drawn, and what is written beside it)
+        proteins: list[Protein], scores: list[np.ndarray], path, report: Report, measured: str,
+        lower_is_better: bool = False) -> None:
+    """Draw scores against measured values.
+
+    Args:
+        report:          of correlate_proteins.
+        measured:        name of the column.
+        lower_is_better: turns the axis, so that a good model's points rise, as its correlation.
+    Raises: ImportError without matplotlib."""
+    from matplotlib.figure import Figure
+    figure = Figure(figsize=(6.4, 5.4), layout="constrained")
+    axis = figure.subplots()
+    several = 1 < len(proteins) <= MOST_COLOURS
+    n = sum(map(len, scores))
+    size = 22 if n < 200 else 9
+    for number, (protein, of_protein) in enumerate(zip(proteins, scores)):
+        values = [variant.measured for variant in protein.variants]     # nan is not drawn
+        axis.scatter(values, of_protein, s=size, alpha=0.55, linewidths=0,
+                     color=f"C{number if several else 0}",
+                     label=f" {protein.name} {protein.chain}".replace("$", r"\$"))
+    if several:
+        axis.legend(fontsize="x-small")
+    axis.axhline(0, color="0.6", linewidth=0.8, zorder=0)
+    label = measured.replace("$", r"\$")
+    if lower_is_better:
+        axis.invert_xaxis()
+        label += " (lower is better: axis reversed)"
+    axis.set(xlabel=label, ylabel="score: ln p(mutant) - ln p(wild type), nats")
+    axis.set_title(f"Spearman's rho {report.overall}\n{report.overall.n:,} mutations of "
+                   f"{report.n_proteins:,} protein(s), 95 % interval in brackets", fontsize=10)
+    axis.grid(alpha=0.3)
+    write_whole(path, lambda file: figure.savefig(file, dpi=DPI, format="png"))

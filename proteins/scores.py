@@ -1,0 +1,92 @@
+"""Scores of the variants of many proteins: as a table, and against what was measured.
+
+    proteins, skipped = place_all(read_mutations("s2648.csv", measured="ddg"))
+    text = table_text(proteins, scores)                     # CSV; scores: (n,) of each protein
+    report = correlate_proteins(proteins, scores, lower_is_better=True)
+    print(report_text(report, "ddg", lower_is_better=True))
+
+No model here. Writes nothing.
+"""
+import csv
+import io
+import math
+
+import numpy as np
+
+from proteins.correlation import FEWEST, Report, correlate
+from proteins.mutations import MutationTable, Protein
+
+SCORE = "score"         # the column that is added to a table
+
+
+def check_no_score(table: MutationTable) -> None:
+    """ValueError for a table that has a column of the name of the result."""
+    if SCORE in table.variants[0].cells:
+        raise ValueError(f"{table.path} has a column {SCORE}, which is the name of the result; "
+                         "expected another name for it.")
+
+
+def table_text(proteins: list[Protein], scores: list[np.ndarray]) -> str:
+    """CSV of the variants, protein by protein: their own columns and their score. Columns that name
+    the protein come first if the variants lack them, as those of a list do."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    columns = list(proteins[0].variants[0].cells)
+    added = [name for name in naming_cells(proteins[0]) if name not in columns]
+    writer.writerow([*added, *columns, SCORE])
+    for protein, of_protein in zip(proteins, scores):
+        own = naming_cells(protein)
+        for variant, score in zip(protein.variants, of_protein):
+            writer.writerow([*(own[name] for name in added), *variant.cells.values(),
+                             f"{score:.5f}"])
+    return text.getvalue()
+
+
+def naming_cells(protein):
+    """{column: text} that name a protein."""
+    if protein.has_structure:
+        return {"pdb_file": protein.name, "chain": protein.chain}
+    if "sequence" in protein.variants[0].cells:
+        return {}
+    return {"name": protein.name}
+
+
+def check_measured(proteins: list[Protein], column: str) -> None:
+    """ValueError for fewer measured values than correlate_proteins needs, or if all are equal."""
+    values = [variant.measured for protein in proteins for variant in protein.variants
+              if math.isfinite(variant.measured)]
+    if len(values) < FEWEST:
+        raise ValueError(f"found {len(values)} variants with a value in the column {column}; "
+                         f"expected at least {FEWEST} to correlate.")
+    if len(set(values)) == 1:
+        raise ValueError(f"found {values[0]:g} as {column} of all {len(values):,} variants; "
+                         "expected different values to correlate.")
+
+
+def correlate_proteins(proteins: list[Protein], scores: list[np.ndarray],
+                       lower_is_better: bool = False, seed: int = 0) -> Report:
+    """Correlation of scores with the variants' measured values, where there are any.
+
+    Args:
+        lower_is_better: such as for ddG, positive = destabilising: the sign of the measured values
+            is turned.
+        seed:            of the bootstrap.
+    Raises: ValueError for fewer than FEWEST measured values.
+    """
+    sign = -1 if lower_is_better else 1
+    names = []
+    measured = []
+    for protein in proteins:
+        for variant in protein.variants:
+            names.append(f"{protein.name} {protein.chain}")
+            measured.append(sign * variant.measured)
+    is_measured = np.isfinite(measured)
+    return correlate(np.concatenate(scores)[is_measured], np.array(measured)[is_measured],
+                     np.array(names)[is_measured], seed)
+
+
+def report_text(report: Report, measured: str, lower_is_better: bool = False) -> str:
+    """The lines of correlate_proteins, under one that says of what. measured: the column."""
+    better = "lower" if lower_is_better else "higher"
+    title = f"score against {measured} ({better} is better), 95 % intervals in brackets"
+    return "\n".join([title, *report.lines()])

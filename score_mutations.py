@@ -1,0 +1,382 @@
+"""Score mutations with ProteinMPNN or SEDD: those of a table, or all of a protein.
+
+    python score_mutations.py v_48_020 5L33.pdb --scan --out scan.csv --picture scan.png
+    python score_mutations.py v_48_020 5L33.pdb --mutations list.txt     # A12V, or A12V:G45D
+    python score_mutations.py best_model.pt --mutations s2648.csv --measured ddg \\
+        --lower_is_better --correction_weights v_48_020 --out scores.csv --picture scores.png
+    python score_mutations.py runs/sedd wild_type.fasta --scan --out scan.csv
+    python score_mutations.py runs/sedd --mutations pairs_held_out.csv --measured ddg
+    mpirun -n 4 python score_mutations.py ...                                   # the same, sooner
+
+A score is ln p(mutant letters) - ln p(wild-type letters) at the mutated residues, given the rest,
+in nats: below 0 if the model prefers the wild type. docs/data.md defines it for both models, and
+has the columns of a table. The result is a CSV table of the same columns and `score`. Lines that do
+not fit their protein are named and left out. --measured COLUMN prints Spearman's rank correlation
+with that column, over all mutations (whole proteins drawn anew for its 95 % interval) and per
+protein with at least ten. Which model the weights are of is told from their file. The result is
+written whole or not at all; wrong input ends with one message and exit code 2.
+"""
+if __name__ == "__main__":   # runs this command again in a child, the rank; this process guards it
+    import ddp_guard
+    ddp_guard.supervise()
+
+import importlib.util
+import os
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from ddp_setup import print0
+from mpnn.fast_cpu import speed_up
+from mpnn.model import load_proteinmpnn
+from mpnn.published import find_weights
+from mpnn.variants import Scoring
+from mpnn.variants import score_proteins as score_with_proteinmpnn
+from proteins.mutations import (describe_skipped, place_all, place_on_sequences, read_mutations,
+                                scan_sequence, scan_structure)
+from proteins.pictures import draw_measured, draw_scan
+from proteins.scores import (check_measured, check_no_score, correlate_proteins, report_text,
+                             table_text)
+from proteins.seeds import content_key
+from proteins.sequences import named_sequences
+from proteins.structures import FORMATS
+from proteins.tables import MAX_LISTED, refuse_all
+from sedd.variants import mask_of
+from sedd.variants import score_proteins as score_with_sedd
+from sedd.weights import load_sedd
+from training.command_line import add_launch_arguments
+from training.parser import Parser
+from training.log import progress_bar
+from training.loop import check_alike
+from training.resume import hash_of
+from training.tool import check_output, open_output, run_tool, show_on_rank_0
+
+
+# ---- the two models ----
+
+class Scorer(NamedTuple):
+    """A model that scores variants."""
+    weights: str            # hash
+    is_sedd: bool           # it sees the mutated chain's sequence alone, else structures
+    ca_only: bool           # of a structure it sees CA atoms alone
+    longest: float          # residues of a protein
+    score: Callable         # function (Proteins, done) -> list of (n,) float64; done: called with
+    #                         the number of variants that this rank has scored since, and of all
+
+
+def load_scorer(args, ddp):
+    """The Scorer of the weights that the command line names. Raises ValueError or OSError."""
+    path = args.weights
+    if not os.path.isdir(path):
+        path = str(find_weights(path))
+        if not os.path.lexists(path):
+            raise ValueError(f"there is no file {path}; expected weights of SEDD (a checkpoint, "
+                             "run folder or exported folder) or of ProteinMPNN (a file, or a "
+                             "published name such as v_48_020).")
+        if holds_proteinmpnn(path):
+            return load_for_structures(path, args, ddp)
+    return load_for_sequences(path, args, ddp)
+
+
+def holds_proteinmpnn(path):
+    """Whether a file has the form of ProteinMPNN's weights. Nothing in it is executed."""
+    try:
+        found = torch.load(path, map_location="meta", weights_only=True)
+    except Exception:       # damaged files can make it raise anything: those who read them say it
+        return False
+    return isinstance(found, dict) and "model_state_dict" in found
+
+
+def load_for_structures(path, args, ddp):
+    """The Scorer of a ProteinMPNN."""
+    model = load_model(path, ddp)
+    correction = model if args.correct_unfolded else None
+    if args.correction_weights:
+        correction = load_model(find_weights(args.correction_weights), ddp)
+        if correction.ca_only != model.ca_only:
+            raise ValueError(f"found --correction_weights {args.correction_weights} for weights "
+                             f"{path}: one of a CA-only model, one for full backbones; expected "
+                             "both of one kind.")
+    scoring = Scoring(args.orders, args.seed, args.batch_size)
+
+    def score(proteins, done):
+        return score_with_proteinmpnn(
+            model, [protein.complex for protein in proteins],
+            [protein.changes for protein in proteins], scoring, correction, done, ddp)
+
+    weights = hash_of(model.state_dict())
+    if correction is not None:
+        weights += hash_of(correction.state_dict())
+    return Scorer(weights, is_sedd=False, ca_only=model.ca_only, longest=float("inf"), score=score)
+
+
+def load_model(path, ddp):
+    """A ProteinMPNN in eval mode, on the device of this rank."""
+    model = load_proteinmpnn(str(path)).eval().to(ddp.device)
+    speed_up(model)
+    return model
+
+
+def load_for_sequences(path, args, ddp):
+    """The Scorer of a SEDD."""
+    for name in ("correct_unfolded", "correction_weights", "fixed_chains"):
+        if getattr(args, name):
+            raise ValueError(f"found --{name} with weights of SEDD, which sees no structure; "
+                             "expected it with those of ProteinMPNN.")
+    sedd = load_sedd(path, not args.no_ema, ddp.device)
+    mask_of(sedd)       # raises ValueError for a model that has none
+    for note in sedd.notes:
+        print0(ddp, textwrap.fill(note, 80, subsequent_indent="  "), file=sys.stderr)
+    dtype = torch.bfloat16 if args.bfloat16 else torch.float32
+
+    def score(proteins, done):
+        return score_with_sedd(
+            sedd, [protein.sequence for protein in proteins],
+            [protein.changes for protein in proteins], done, args.tokens, dtype, ddp)
+
+    # Letters alone matter: of a structure, a residue that has a CA atom is there.
+    return Scorer(hash_of(sedd.model.state_dict()), is_sedd=True, ca_only=True,
+                  longest=sedd.max_length, score=score)
+
+
+# ---- proteins ----
+
+def read_scan(args, scorer):
+    """The Proteins of --scan. Raises ValueError or OSError."""
+    proteins = []
+    for path in args.proteins:
+        if is_structure(path):
+            fixed = args.fixed_chains
+            proteins += scan_structure(path, args.chains, fixed, args.mutable_positions,
+                                       see_all=not scorer.is_sedd, ca_only=scorer.ca_only)
+        else:
+            proteins += [scan_sequence(name, text) for name, text in read_fasta(path, scorer)]
+    return proteins
+
+
+def read_table(args, scorer, ddp):
+    """The Proteins of --mutations. Prints which variants do not fit. Raises ValueError or OSError.
+    """
+    table = read_mutations(args.mutations, args.measured)
+    check_no_score(table)
+    check_outputs(args, table.structures)       # also those of which no variant fits
+    names_proteins = table.names_structures or table.has_sequences
+    if len(args.proteins) != (not names_proteins):
+        raise ValueError(f"found {len(args.proteins)} protein(s) on the command line, and "
+                         f"{args.mutations} {'with' if names_proteins else 'without'} a column "
+                         "pdb_file or sequence; expected one protein, or the column.")
+    if table.has_sequences or args.proteins and not is_structure(args.proteins[0]):
+        wild_type = None
+        if args.proteins:
+            named = read_fasta(args.proteins[0], scorer)
+            if len(named) != 1:
+                raise ValueError(f"{args.proteins[0]} holds {len(named)} sequences; expected the "
+                                 "one that the list changes.")
+            wild_type = named[0]
+        elif not scorer.is_sedd:
+            raise ValueError(f"{args.mutations} has sequences; expected structures for weights of "
+                             "ProteinMPNN, in a column pdb_file.")
+        proteins, skipped = place_on_sequences(table, wild_type)
+    else:
+        structure = args.proteins[0] if args.proteins else None
+        chain = args.chains[0] if args.chains else None
+        proteins, skipped = place_all(table, structure, chain, args.fixed_chains,
+                                      see_all=not scorer.is_sedd, ca_only=scorer.ca_only)
+    if args.measured:
+        check_measured(proteins, args.measured)
+    if skipped:
+        print0(ddp, describe_skipped(table, skipped), file=sys.stderr)
+    return proteins
+
+
+def is_structure(path):
+    """Whether a file has the name of a structure; others are FASTA."""
+    return str(path).lower().removesuffix(".gz").endswith(FORMATS)
+
+
+def read_fasta(path, scorer):
+    """[(name, sequence in capitals)] of a FASTA file. Raises ValueError or OSError."""
+    if not scorer.is_sedd:
+        raise ValueError(f"found {path}; expected a structure for weights of ProteinMPNN: a name "
+                         f"in {' '.join(FORMATS)}, perhaps with .gz.")
+    if not os.path.isfile(path):
+        raise ValueError(f"there is no file {path}.")
+    return [(name, text.upper().removesuffix("*")) for name, text in named_sequences(path)]
+
+
+def check_lengths(proteins, scorer):
+    """ValueError that lists the proteins that are longer than the model has seen."""
+    problems = []
+    for protein in proteins:
+        n = len(protein.sequence)
+        if n > scorer.longest:
+            problems.append(f"line {protein.variants[0].line}: {protein.name} has {n:,} residues, "
+                            f"but the model was trained on at most {scorer.longest:,}; leave its "
+                            "variants out")
+    refuse_all("the given proteins", problems, "proteins")
+
+
+def describe(proteins, scorer):
+    """Lines that say how the proteins were understood, the first ones if there are many."""
+    lines = []
+    for protein in proteins[:MAX_LISTED]:
+        complex = protein.complex
+        line = f"{protein.name}: chain {' '.join(complex.design)}, {complex.n_designed} rows"
+        if not scorer.is_sedd:
+            line += f"; context chains {' '.join(complex.fixed) or '(none)'}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+# ---- command ----
+
+def make_parser():
+    parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False,
+                    epilog="See the top of this file for examples, and docs/data.md for tables.")
+    add = parser.add_argument
+    add("weights", help="of SEDD: a checkpoint, run folder or exported folder; of ProteinMPNN: a "
+                        "file such as best_model.pt, or a published name such as v_48_020")
+    add("proteins", nargs="*", metavar="protein",
+        help="PDB or mmCIF files; for SEDD also FASTA; none if a table names them")
+    task = parser.add_mutually_exclusive_group(required=True).add_argument
+    task("--mutations", type=Path, metavar="FILE", help="score the variants of a list or table")
+    task("--scan", action="store_true", help="score all single mutations")
+    add("--chains", nargs="+", metavar="CHAIN",
+        help="to mutate; default: --scan: all others, --mutations: the column chain, or the only "
+             "one")
+    add("--fixed_chains", nargs="*", metavar="CHAIN",
+        help="ProteinMPNN: context; default: all others; without a name: none")
+    add("--mutable_positions", nargs="+", metavar="POSITION",
+        help="--scan of a structure: the only ones, such as A10-A20 A25")
+    add("--measured", metavar="COLUMN",
+        help="print the rank correlation of the scores with this column of the table")
+    add("--lower_is_better", action="store_true",
+        help="of --measured, such as ddG with positive = destabilising")
+    add("--out", type=Path, metavar="FILE", help="CSV; default: standard output")
+    add("--picture", type=Path, metavar="FILE",
+        help="PNG: of --scan a heat map, with --measured measured against predicted")
+    add("--seed", type=int, default=0, help="of decoding orders and intervals (default 0)")
+    add = parser.add_argument_group("ProteinMPNN").add_argument
+    add("--correct_unfolded", action="store_true",
+        help="subtract the score of each mutated residue alone")
+    add("--correction_weights", metavar="WEIGHTS",
+        help="the same by other weights, such as the base weights of fine-tuned ones")
+    add("--orders", type=int, default=4, metavar="N",
+        help="decoding orders that scores are averaged over (default 4)")
+    add("--batch_size", type=int, default=8, metavar="N",
+        help="variants of several mutations per pass (default 8)")
+    add = parser.add_argument_group("SEDD").add_argument
+    add("--no_ema", action="store_true", help="use the last weights, not their averages")
+    add("--bfloat16", action="store_true", help="compute in bfloat16 (autocast)")
+    add("--tokens", type=int, default=16384, help="positions in a batch (default 16384)")
+    add_launch_arguments(parser)
+    return parser
+
+
+def read_arguments(argv):
+    """The options. Raises ValueError for those that do not fit together."""
+    args = make_parser().parse_intermixed_args(argv)
+    if args.scan and args.measured:
+        raise ValueError("found --measured with --scan; expected it with --mutations.")
+    if args.lower_is_better and not args.measured:
+        raise ValueError("found --lower_is_better without --measured; expected both.")
+    if args.scan and not args.proteins:
+        raise ValueError("found --scan without a protein; expected PDB, mmCIF or FASTA files after "
+                         "the weights.")
+    if args.mutations and args.mutable_positions:
+        raise ValueError("found --mutable_positions with --mutations; expected it with --scan.")
+    if args.mutations and args.chains and len(args.chains) > 1:
+        raise ValueError(f"found --chains {' '.join(args.chains)} with --mutations; expected the "
+                         "one chain that is mutated. Of several, name them in a column chain.")
+    if args.correct_unfolded and args.correction_weights:
+        raise ValueError("found --correct_unfolded with --correction_weights, which are two ways "
+                         "of one correction; expected one of them.")
+    for name in ("orders", "batch_size", "tokens"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"found --{name} {getattr(args, name)}; expected at least 1.")
+    if abs(args.seed) >= 2**63:
+        raise ValueError(f"found --seed {args.seed}; expected at most {2**63 - 1}.")
+    check_picture(args)
+    check_outputs(args, [args.weights, *Path(args.weights).glob("**/*.*"), *args.proteins])
+    return args
+
+
+def check_picture(args):
+    """ValueError for --picture that cannot be drawn."""
+    if args.picture is None:
+        return
+    if args.picture.suffix.lower() != ".png":
+        raise ValueError(f"found --picture {args.picture}; expected a name that ends in .png.")
+    if args.mutations and not args.measured:
+        raise ValueError("found --picture with --mutations; expected --measured too, against "
+                         "which scores are drawn, or --scan.")
+    if args.scan and len(args.proteins) > 1:
+        raise ValueError(f"found --picture with {len(args.proteins)} proteins; expected one.")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("found --picture, but matplotlib is not installed; expected it: "
+                         "pip install matplotlib.")
+
+
+def check_outputs(args, inputs):
+    """ValueError for files that cannot be written, or that are inputs."""
+    for path in (args.out, args.picture):
+        if path is not None:
+            check_output(path, [*inputs, args.mutations] if args.mutations else inputs)
+
+
+def run(args, ddp):
+    """Do what the options say. Raises ValueError or OSError."""
+    scorer = load_scorer(args, ddp)
+    proteins = read_scan(args, scorer) if args.scan else read_table(args, scorer, ddp)
+    check_lengths(proteins, scorer)
+    check_alike(inputs_of(args, scorer, proteins), ddp)
+    n = sum(len(protein.variants) for protein in proteins)
+    print0(ddp, f"{describe(proteins, scorer)}\n{ddp.device}: {args.weights}, {n:,} variants of "
+                f"{len(proteins):,} protein(s)", file=sys.stderr)
+    with open_output(args.out, ddp) as write:
+        with progress_bar(ddp.is_main, unit=" variants") as bar:
+            def advance(scored, total):
+                bar.total = total
+                bar.update(scored)
+
+            scores = scorer.score(proteins, advance)
+        write(table_text(proteins, scores))
+    if args.measured or args.picture:
+        show_on_rank_0(lambda: describe_result(args, proteins, scores), ddp)
+
+
+def inputs_of(args, scorer, proteins):
+    """{what: plain value} of what must be the same on all ranks."""
+    found = {f"--{name}": getattr(args, name) for name in ("orders", "batch_size", "tokens",
+                                                           "seed", "bfloat16")}
+    contents = [(protein.complex.key, protein.changes) for protein in proteins]
+    return {**found, "weights (hash)": scorer.weights, "proteins (hash)": content_key(*contents)}
+
+
+def describe_result(args, proteins, scores):
+    """Text on the correlation, if it was asked for, and on the picture, which is drawn here."""
+    lines = []
+    report = None
+    if args.measured:
+        report = correlate_proteins(proteins, scores, args.lower_is_better, args.seed)
+        lines.append(report_text(report, args.measured, args.lower_is_better))
+    if args.picture:
+        if args.scan:
+            draw_scan(proteins, scores, args.picture)
+        else:
+            draw_measured(proteins, scores, args.picture, report, args.measured,
+                          args.lower_is_better)
+        lines.append(f"picture: {args.picture}")
+    return "\n".join(lines)
+
+
+def main(argv=None):
+    run_tool("score_mutations.py", argv, read_arguments, run)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""A command that computes one result on any number of ranks: its start, its output, its end.
+
+    def run(args, ddp):
+        with open_output(args.out, ddp) as write:
+            write("a line\\n")                 # on rank 0
+
+    def main(argv=None):
+        run_tool("sample_sedd.py", argv, read_arguments, run)
+
+The result is written whole or not at all. Wrong input ends with one message and exit code 2.
+"""
+import contextlib
+import os
+import sys
+
+from ddp_setup import BAD_INPUT, abort, barrier, print0, setup_ddp
+from training.files import check_writable, write_text_atomic
+from training.launch import start_ranks_if_asked
+
+PATIENCE = 6 * 3600.0   # seconds that ranks wait for a rank with more work
+# Options that the samplers had until November 2026.
+MOVED = ("--mutations", "--scan", "--correct_unfolded", "--correction_weights", "--measured",
+         "--lower_is_better")
+
+
+def run_tool(script, argv, read_arguments, run) -> None:
+    """Run a command on the ranks of its launcher, or on those that its options ask for.
+
+    Args:
+        script: its name, for messages.
+        argv: list of arguments; None: those of this process.
+        read_arguments: function (argv) -> options, those of add_launch_arguments among them, and
+            perhaps a seed. It checks what one rank can check alone.
+        run: function (options, ddp). Both raise ValueError or OSError for wrong input.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        args = read_arguments(argv)
+        start_ranks_if_asked(args, argv)
+        ddp = setup_ddp(args.device, args.backend, args.seed, args.ranks, quiet=True,
+                        timeout=PATIENCE, init_timeout=args.init_timeout, ipex=args.ipex)
+    except (ValueError, RuntimeError, OSError) as error:
+        refuse(script, error)
+    problem = None
+    interrupted = False
+    with ddp:
+        try:
+            run(args, ddp)
+        except (ValueError, OSError) as error:   # BrokenPipeError is an OSError
+            problem = end_of(script, ddp, error)
+        except KeyboardInterrupt:
+            if ddp.world_size > 1:
+                raise   # this ends the other ranks
+            interrupted = True
+    if interrupted:
+        print(f"{script}: interrupted (Ctrl-C)", file=sys.stderr)
+        sys.exit(130)
+    if problem:
+        refuse(script, problem)
+
+
+def end_of(script, ddp, error):
+    """What is left to be told of an error, on one rank: itself, or None. On many, end them all."""
+    if isinstance(error, BrokenPipeError):   # the reader of the output has ended, as in `| head`
+        if ddp.world_size > 1:
+            abort(ddp, "nobody reads the output any longer")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return None
+    if ddp.world_size > 1:
+        abort(ddp, f"{script}: error: {error}", BAD_INPUT)
+    return error
+
+
+def refuse(script, error):
+    """End with one message and the exit code for bad input."""
+    print(f"{script}: error: {error}", file=sys.stderr)
+    sys.exit(BAD_INPUT)
+
+
+def refuse_moved_options(argv) -> None:
+    """ValueError for options that the samplers had, and score_mutations.py has."""
+    found = [word for word in argv if word.partition("=")[0] in MOVED]
+    if found:
+        raise ValueError(f"found {' '.join(found)}: variants are scored by score_mutations.py, "
+                         "with the same weights and options, such as score_mutations.py WEIGHTS "
+                         "--mutations TABLE. See docs/migrating.md.")
+
+
+@contextlib.contextmanager
+def open_output(path, ddp):
+    """A function that writes text, on rank 0, to stdout or to `path`, which appears when whole."""
+    texts = []
+    if not ddp.is_main:
+        yield lambda text: None
+    elif path is None:
+        yield write_to_stdout
+    else:
+        check_writable(path)
+        yield texts.append
+        write_text_atomic(path, "".join(texts))
+        print0(ddp, f"written: {path}", file=sys.stderr)
+
+
+def write_to_stdout(text):
+    print(text, end="", flush=True)
+
+
+def show_on_rank_0(make_text, ddp):
+    """Print what make_text() returns on rank 0, while the other ranks wait: once ranks have left
+    (cleanup_ddp), guards end what takes longer than two minutes."""
+    if ddp.is_main:
+        print(make_text(), file=sys.stderr)
+    barrier(ddp, timeout=PATIENCE)
+
+
+def check_output(path, inputs) -> None:
+    """ValueError for a path to be written that is no file, in no folder, or one of the inputs."""
+    # A device, such as /dev/null, would be replaced by a file.
+    no_file = path.exists() and not path.is_file()
+    if no_file or not path.absolute().parent.is_dir():
+        raise ValueError(f"{path} is a folder or a device, or in a folder that is missing; "
+                         "expected the name of a file in a folder that exists.")
+    for other in inputs:
+        if path.exists() and os.path.exists(other) and path.samefile(other):
+            raise ValueError(f"the result would overwrite {other}; expected another name.")
