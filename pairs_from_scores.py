@@ -2,7 +2,6 @@
 
     python pairs_from_scores.py designs.csv pairs.json --margin 0.5 --per_structure 50
     python pairs_from_scores.py energies.csv pairs.json --lower_is_better --weights
-    python pairs_from_scores.py scores.csv pairs.json --designs designs/ --structures my_pdbs/
     python pairs_from_scores.py s2648.csv pairs.json --score ddg --lower_is_better --margin 0.5 \\
         --hold_out 0.2
 
@@ -12,11 +11,9 @@ JSON list of pairs (.jsonl: one per line); paths of structures are relative to t
 
 Designs: columns pdb (path, relative to the table), sequence, and chain (the designed one; of
 several, "A C" with the sequence AAA/CCC), and optionally context (other chains, such as "B D", that
-the model shall see; without it the model sees the designed chains alone). With --designs FOLDER,
-what sample_proteinmpnn.py wrote with --out_folder FOLDER, the columns are header (that of a
-sequence in the FASTA, or the beginning of it that tells it from others, such as "T=0.1, sample=3")
-and, if there are several structures, structure (its name: that of the FASTA file without .fa);
---structures are the files or folders that were designed. Designs without a score are left out.
+the model shall see; without it the model sees the designed chains alone). designs.csv, which
+sample_proteinmpnn.py writes with --out_folder, has these: add a column with your score. Designs
+whose score is empty are left out.
 
 A pair is two sequences of the same structure and chains whose scores differ by at least --margin.
 The best is paired with the worst, the second best with the second worst, and so on, at most
@@ -47,14 +44,12 @@ difference of all pairs; otherwise all weights are 1. Prints the number of pairs
 Wrong input ends with one message, which lists up to ten bad lines, and exit code 2; then nothing is
 written.
 """
-import ast
 import collections
 import csv
 import io
 import json
 import math
 import os
-import re
 import statistics
 import sys
 from pathlib import Path
@@ -63,11 +58,9 @@ from typing import NamedTuple
 from mpnn.mutation_pairs import KINDS, WILD_TYPE, Rules, mutated, pair_mutations
 from proteins.mutations import (describe_skipped, find_relatives, hold_out, place_all,
                                 place_on_sequences, read_mutations)
-from mpnn.settings import name_of, structure_files
 from proteins.tables import (MAX_LISTED, check_cells, read_rows, read_table_text, refuse_all,
                              table_columns)
 from proteins.letters import LETTERS
-from proteins.sequences import named_sequences
 from training.parser import Parser
 from training.files import write_text_atomic
 from dpo.pair_files import LEAST_WEIGHT
@@ -98,13 +91,16 @@ def read_designs(path: Path, column: str = "score") -> dict:
     problems = []
     for line, row in read_rows(path, ("pdb", "sequence", column, "chain"), ("context",)):
         try:
-            place, sequence, score = parse_row(row, path.parent, column)
+            cells = check_cells(row)
+            if not cells[column]:
+                continue
+            place, sequence, score = parse_row(cells, path.parent, column)
             add_design(designs, place, sequence, score)
         except ValueError as error:
             problems.append(f"line {line}: {error}")
     refuse_all(path, problems)
     if not designs:
-        raise ValueError(f"{path} holds no design; expected lines below the header.")
+        raise ValueError(f"{path} holds no design with a score; expected lines below the header.")
     return designs
 
 
@@ -118,11 +114,10 @@ def add_design(designs, place, sequence, score):
     scores[sequence].append(score)
 
 
-def parse_row(row, folder, column):
-    """(Place, sequence, score) of a row of a table.
+def parse_row(cells, folder, column):
+    """(Place, sequence, score) of the cells of a row of a table.
 
     folder: paths in the table are relative to it. Raises: ValueError with what is wrong."""
-    cells = check_cells(row)
     chains = cells["chain"].replace(",", " ").split()
     context = cells.get("context", "").replace(",", " ").split()
     parts = parse_sequence(cells["sequence"])
@@ -175,96 +170,6 @@ def place_sequence(structure, chains, context, parts):
     by_name = dict(zip(chains, parts))
     place = Place(structure, tuple(sorted(chains)), tuple(sorted(context)))
     return place, "".join(by_name[name] for name in place.design)
-
-
-# ---- the folder of sample_proteinmpnn.py ----
-
-def read_folder(args) -> dict:
-    """{Place: {sequence: [scores]}} of the FASTA files of --designs and the table of scores.
-
-    Raises: ValueError."""
-    found = fasta_designs(args.designs, args.structures)
-    by_beginning = collections.defaultdict(list)    # (structure, beginning of a header) -> designs
-    for name, header, place, sequence in found:
-        words = header.split(", ")
-        for n in range(1, len(words) + 1):
-            by_beginning[name, ", ".join(words[:n])].append((place, sequence))
-    names = sorted({name for name, *_ in found})
-    designs = collections.defaultdict(lambda: collections.defaultdict(list))
-    problems = []
-    required = ["header", args.score]
-    if len(names) > 1:
-        required.append("structure")
-    for line, row in read_rows(args.table, required, ("structure",)):
-        try:
-            cells = check_cells(row)
-            name = cells.get("structure") or names[0]
-            (place, sequence), = one_design(by_beginning, names, name, cells["header"])
-            add_design(designs, place, sequence, parse_score(cells[args.score]))
-        except ValueError as error:
-            problems.append(f"line {line}: {error}")
-    refuse_all(args.table, problems)
-    n_scored = sum(len(scores) for scores in designs.values())
-    if not n_scored:
-        raise ValueError(f"{args.table} holds no score; expected lines below the header.")
-    return designs
-
-
-def one_design(by_beginning, names, name, header):
-    """[(Place, sequence)] of the one design with this header. Raises: ValueError."""
-    if name not in names:
-        raise ValueError(f"found the structure {name:.60}; expected one of "
-                         f"{' '.join(names[:MAX_LISTED])}")
-    found = by_beginning.get((name, header.removeprefix(">").strip()), [])
-    if len(found) != 1:
-        raise ValueError(f"{len(found)} sequences of {name} have the header {header!r:.80}; "
-                         "expected one: give the whole header, or its beginning up to a comma")
-    return found
-
-
-def fasta_designs(folder, structures):
-    """[(name of the structure, header, Place, sequence)] of FASTA files. Raises: ValueError."""
-    if (folder / "seqs").is_dir():
-        folder = folder / "seqs"
-    files = sorted(folder.glob("*.fa"))
-    if not files:
-        raise ValueError(f"found no file *.fa in {folder}; expected the folder that "
-                         "sample_proteinmpnn.py wrote with --out_folder.")
-    paths = {name_of(path): Path(path) for path in structure_files(structures)}
-    found = []
-    for file in files:
-        if file.stem not in paths:
-            raise ValueError(f"{file} has designs of {file.stem}, which is not among --structures; "
-                             f"found there {' '.join(list(paths)[:MAX_LISTED])}.")
-        path = paths[file.stem]
-        structure = path.parent.resolve() / path.name
-        sequences = list(named_sequences(file))
-        first, _ = sequences[0]
-        chains = names_in(first, "designed_chains", file)
-        context = names_in(first, "fixed_chains", file)
-        problems = []
-        for header, text in sequences:
-            try:
-                placed = place_sequence(structure, chains, context, parse_sequence(text))
-                found.append((file.stem, header, *placed))
-            except ValueError as error:
-                problems.append(f"{header:.60}: {error}.")
-        refuse_all(file, problems, "sequences")
-    return found
-
-
-def names_in(header, key, file):
-    """The list of names of chains that the first header of a FASTA file gives for a key."""
-    match = re.search(rf"{key}=(\[[^\]]*\])", header)
-    try:
-        names = ast.literal_eval(match[1])
-    except (TypeError, ValueError, SyntaxError):
-        names = None
-    if names is None or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"{file} begins with {header!r:.80}; expected {key}=['A'] in this header, "
-                         "as in the FASTA of sample_proteinmpnn.py, which has the native sequence "
-                         "first.")
-    return names
 
 
 # ---- pairs ----
@@ -473,7 +378,7 @@ def make_all(args):
     check_kind(args, has_mutations)
     if has_mutations:
         return pairs_of_mutations(args)
-    designs = read_folder(args) if args.designs else read_designs(args.table, args.score)
+    designs = read_designs(args.table, args.score)
     n_sequences = sum(len(scores) for scores in designs.values())
     return pairs_of_designs(designs, args), n_sequences, [], []
 
@@ -484,14 +389,9 @@ def check_kind(args, has_mutations):
     if given and not has_mutations:
         raise ValueError(f"found {' '.join(given)}, but {args.table} has no column mutation; "
                          "expected both.")
-    if has_mutations and args.designs:
-        raise ValueError(f"found --designs, but {args.table} has a column mutation; expected one "
-                         "of them.")
     if has_mutations and args.higher_is_better == args.lower_is_better:
         raise ValueError(f"{args.table} is of mutations; expected --higher_is_better or "
                          "--lower_is_better (ddG: lower, if positive values are destabilising).")
-    if bool(args.designs) != bool(args.structures):
-        raise ValueError("found one of --designs and --structures; expected both.")
 
 
 def check_options(args):
@@ -541,10 +441,6 @@ def make_parser():
     add("--lower_is_better", action="store_true", help="such as for energies")
     add("--higher_is_better", action="store_true", help="the default, except for mutations")
     add("--score", default="score", metavar="COLUMN", help="column of scores (default: score)")
-    add("--designs", type=Path, metavar="FOLDER",
-        help="of sample_proteinmpnn.py --out_folder; the table has scores by header")
-    add("--structures", nargs="+", metavar="PATH",
-        help="with --designs: the files or folders that were designed")
     add("--against", choices=KINDS, help="of mutations: which pairs (default: both)")
     add("--wild_type", type=float, metavar="VALUE",
         help="its score: default 0, as of ddG; fitness often gives it 1")
@@ -561,6 +457,10 @@ def make_parser():
 
 def main(argv):
     try:
+        if any(word.partition("=")[0] == "--designs" for word in argv):
+            raise ValueError("found --designs, which is gone; expected as the table designs.csv, "
+                             "which sample_proteinmpnn.py --out_folder writes, with a column "
+                             "score that you add.")
         args = make_parser().parse_args(argv)
         check_options(args)
         found, n_sequences, held_out, notes = make_all(args)

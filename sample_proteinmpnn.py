@@ -10,54 +10,19 @@
     python sample_proteinmpnn.py v_48_020 5L33.pdb --out_folder out --conditional_probs
 
 Reads weights in the published format and structures (.pdb, .ent, .cif, .mmcif, also with .gz):
-files, or folders of such files. A structure's name is its file's name without folder and suffix.
-Options apply to every structure. A CA-only model is told from its weights and reads CA atoms alone.
+files, or folders of such files. Options apply to every structure. Positions are chain and number in
+the file (A12, A12B with insertion code, A10-A20 with both ends), or all are 0-based rows of the
+designed chains joined in the order of --chains, gaps counted. Files of settings (--..._jsonl) are
+those of the published tool, see mpnn/official_settings.py.
+
 Writes FASTA to --out or to standard output: first a structure's native sequence, then the drawn
-ones (with --score_only FASTA, only those of FASTA). A sequence is the designed chains in the order
-of --chains, joined by /. X is a row without a residue, such as a gap. If one FASTA has several
-structures, headers begin with the structure's name. How the input, above all positions, was
-understood is printed to standard error. Wrong input ends with one message and exit code 2.
-
---out_folder DIR gets these files. The published tool has the first three, and others of its own
-names and contents in place of the rest. Files are replaced as a whole, never in part:
-    seqs/NAME.fa                  FASTA; always, if sequences are drawn
-    scores/NAME.npz               score, global_score (N,) of the N drawn sequences; --save_scores
-    probs/NAME.npz                probs (N, L, 21) that letters were drawn from, 0 where none was;
-                                  log_probs (N, L, 21) of letters in the order in which the sequence
-                                  was drawn, without temperature, bias and PSSM; --save_probs
-    unconditional_probs/NAME.npz  log_p (L, 21) of letters given the backbone alone (also what the
-                                  published --conditional_probs_only_backbone gives)
-    conditional_probs/NAME.npz    log_p (N, L, 21) given the backbone and all other residues. The
-                                  probability is a mean over --orders decoding orders of these
-    scored/NAME.fa, NAME.npz      instead of seqs/ and scores/ if nothing is drawn
-Each .npz also has S (N, L) letters, header (N,), mask (L,) True = designed and resolved, position
-(L,) such as A12, and alphabet. log_p and log_probs are nan where mask is False. The L rows are
-those of the designed chains as in the FASTA, without "/". With --score_only, --unconditional_probs
-or --conditional_probs nothing is drawn: the N sequences are those of --score_only FASTA, or the
-native one.
-
-Positions are chain and number in the file (A12, A12B with insertion code, A10-A20 with both ends).
-Or all are 0-based rows of the designed chains joined in the order of --chains, gaps counted.
-Files of settings (--..._jsonl) are those of the published tool, see mpnn/official_settings.py.
-
-A letter is drawn from p = softmax((logits + bias) / temperature). With a PSSM, p becomes
-(1 - w) p + w pssm_bias, with w = pssm_multi x pssm_coef. Omitted letters are never drawn. Tied
-positions use the mean of logits, bias and PSSM. Source: Dauparas et al. 2022 and the published
-tool, where a PSSM can bring back omitted letters, and a tied group uses bias and PSSM of its last
-member.
-
-In the header lines: score is the mean negative log-probability in nats of the designed, resolved
-residues; global_score that of all resolved residues; seq_recovery the fraction of designed,
-resolved residues that are native. Each counts only residues with a known letter (not X), and is
-left out if there are none. Scores are means over --orders decoding orders, fixed residues first, on
-the backbone without noise. All sequences use the same orders, so that scores can be compared. The
-published tool scores a drawn sequence in the order in which it was drawn, in which each letter was
-likely: that is about 0.08 lower at temperature 0.1 (mean of -log_probs of the letters, above).
-
-The random numbers of a sequence depend only on seed, structure name, temperature and the number of
-the sequence, not on --num or --batch_size (but rounding may decide between equally likely letters).
+ones; or files of each structure and one table of all designs to --out_folder. How the input, above
+all positions, was understood is printed to standard error. Wrong input ends with one message and
+exit code 2. docs/data.md defines scores and probabilities, and lists the files of --out_folder.
 """
 import argparse
+import csv
+import io
 import itertools
 import math
 import os
@@ -81,20 +46,22 @@ from proteins.seeds import keyed_generator
 from proteins.sequences import named_sequences
 from training.fast_linear import fast_linear
 from training.parser import Parser
-from training.files import check_writable, write_whole
+from training.files import check_writable, write_text_atomic, write_whole
 from training.tool import refuse_moved_options
 
+DESIGNS = "designs.csv"
+# Its columns. No `score`: that is the name of the column which a user adds.
+COLUMNS = ("pdb", "chain", "context", "sequence", "temperature", "sample", "mpnn_score",
+           "seq_recovery")
 MAX_NOISE = 10.0        # Angstrom; published models were trained with 0.02 to 0.3
 SAVED = ("save_scores", "save_probs", "unconditional_probs", "conditional_probs")
 NOT_DRAWING = ("score_only", "unconditional_probs", "conditional_probs")
 ONLY_DRAWING = ("num", "temperature", "omit", "bias", "tied_positions", "homomer", "bias_AA_jsonl",
                 "tied_positions_jsonl", "bias_by_res_jsonl", "pssm_jsonl", "pssm_multi",
                 "backbone_noise", "save_probs")
-ONE_OF = (("tied_positions", "homomer", "tied_positions_jsonl"), ("chains", "chain_id_jsonl"),
-          ("fixed_chains", "chain_id_jsonl"), ("bias", "bias_AA_jsonl"), ("out", "out_folder"),
-          ("fixed_positions", "mutable_positions", "fixed_positions_jsonl"))
-# Options of the published command that have another form here: what to give instead.
-PUBLISHED_OPTIONS = {
+# Options of the published command, and former ones of ours, that have another form here: what to
+# give instead.
+OTHER_FORMS = {
     "--pdb_path": "the structure itself, after the weights",
     "--jsonl_path": "the PDB or mmCIF files themselves, or their folder, after the weights",
     "--path_to_model_weights": "the file of weights as the first argument",
@@ -120,7 +87,7 @@ def make_parser():
     """If an option has two names, the second is that of the published tool."""
     parser = Parser(
         description=__doc__.split("\n")[0], allow_abbrev=False,
-        epilog="The top of this file explains outputs, positions and the JSON files.",
+        epilog="docs/data.md explains scores, probabilities and the files of --out_folder.",
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=100))
 
     def flag(*names, help):
@@ -130,33 +97,38 @@ def make_parser():
     add("checkpoint", help="weights: a published name (v_48_020, soluble/v_48_010, ca/v_48_020) "
         "or a file, such as best_model.pt of train_dpo_ddp.py")
     add("structures", nargs="+", metavar="structure", help="PDB or mmCIF files, or folders of them")
-    add = parser.add_argument_group("what is designed").add_argument
+    group = parser.add_argument_group("what is designed")
+    add = group.add_argument
     add("--chains", "--pdb_path_chains", nargs="+", metavar="CHAIN",
         help="to design; default: all others that have a backbone")
     add("--fixed_chains", nargs="*", metavar="CHAIN",
         help="context; default: all others that have a backbone; without a name: none")
-    add("--fixed_positions", nargs="+", metavar="POSITION",
-        help="positions of the designed chains that keep their letters")
-    add("--mutable_positions", nargs="+", metavar="POSITION", help="the only ones to design")
     add("--chain_id_jsonl", metavar="FILE", help="designed and fixed chains of each structure")
-    add("--fixed_positions_jsonl", metavar="FILE", help="fixed positions of each structure")
-    add = parser.add_argument_group("drawing").add_argument
+    add_one = group.add_mutually_exclusive_group().add_argument
+    add_one("--fixed_positions", nargs="+", metavar="POSITION",
+            help="positions of the designed chains that keep their letters")
+    add_one("--mutable_positions", nargs="+", metavar="POSITION", help="the only ones to design")
+    add_one("--fixed_positions_jsonl", metavar="FILE", help="fixed positions of each structure")
+    group = parser.add_argument_group("drawing")
+    add = group.add_argument
     add("--num", "--num_seq_per_target", type=int, metavar="N",
         help="sequences per structure and temperature; default 1")
     add("--temperature", "--sampling_temp", nargs="+", metavar="T",
         help="one or more; default 0.1; 0 takes the most likely letter")
     add("--omit", "--omit_AAs", metavar="LETTERS", help="amino acids never drawn, such as CM")
-    add("--bias", nargs="+", metavar="LETTER=NATS",
-        help="added to logits before the temperature, such as E=0.5 K=-1")
-    add("--tied_positions", nargs="+", metavar="GROUP",
-        help="positions that get the same letter: A1,B1 A2,B2 or, as ranges, A1-A2,B1-B2")
-    add("--homomer", action="store_true", default=None,
-        help="tie residues of equal number in the designed chains")
+    add_one = group.add_mutually_exclusive_group().add_argument
+    add_one("--bias", nargs="+", metavar="LETTER=NATS",
+            help="added to logits before the temperature, such as E=0.5 K=-1")
+    add_one("--bias_AA_jsonl", metavar="FILE", help="the same as a file")
+    add("--bias_by_res_jsonl", metavar="FILE", help="bias by position, added to that of letters")
+    add_one = group.add_mutually_exclusive_group().add_argument
+    add_one("--tied_positions", nargs="+", metavar="GROUP",
+            help="positions that get the same letter: A1,B1 A2,B2 or, as ranges, A1-A2,B1-B2")
+    add_one("--homomer", action="store_true", default=None,
+            help="tie residues of equal number in the designed chains")
+    add_one("--tied_positions_jsonl", metavar="FILE", help="tied positions of each structure")
     add("--backbone_noise", type=float, default=0.0, metavar="ANGSTROM",
         help="standard deviation of noise on atoms, new for each sequence; default 0")
-    add("--bias_AA_jsonl", metavar="FILE", help="bias of letters, instead of --bias")
-    add("--bias_by_res_jsonl", metavar="FILE", help="bias by position, added to that of letters")
-    add("--tied_positions_jsonl", metavar="FILE", help="tied positions of each structure")
     add("--pssm_jsonl", metavar="FILE", help="position-specific scoring matrices")
     add("--pssm_multi", type=float, default=0.0, metavar="SHARE",
         help="0 to 1: weight of the PSSM in the probabilities; default 0")
@@ -169,10 +141,12 @@ def make_parser():
         help="sequences per pass; changes memory and speed, not the result; default 8")
     add("--seed", type=int, default=0, metavar="N", help="default 0")
     add("--device", choices=("auto", "cpu", "cuda", "xpu"), default="auto")
-    add = parser.add_argument_group("output").add_argument
-    add("--out", type=Path, metavar="FILE",
-        help="one FASTA file; default: standard output")
-    add("--out_folder", type=Path, metavar="DIR", help="files of each structure, in sub-folders")
+    group = parser.add_argument_group("output")
+    add = group.add_argument
+    add_one = group.add_mutually_exclusive_group().add_argument
+    add_one("--out", type=Path, metavar="FILE", help="one FASTA file; default: standard output")
+    add_one("--out_folder", type=Path, metavar="DIR",
+            help="files of each structure in sub-folders, and designs.csv")
     flag("--save_scores", "--save_score", help="with --out_folder: scores of the sequences")
     flag("--save_probs", help="with --out_folder: probabilities of designs, by position")
     flag("--unconditional_probs", "--unconditional_probs_only",
@@ -184,16 +158,16 @@ def make_parser():
 
 def parse_arguments(argv):
     """Options, with defaults for drawing. ValueError for errors that argparse does not find."""
-    refuse_published_options(argv)
     refuse_moved_options(argv)
+    refuse_other_forms(argv)
     args = make_parser().parse_intermixed_args(argv)
 
     def given(names):
         return [f"--{name}" for name in names if getattr(args, name) not in (None, 0)]
 
-    for names in ONE_OF:
-        if len(given(names)) > 1:
-            raise ValueError(f"found {' and '.join(given(names))} together; expected one of them.")
+    if args.chain_id_jsonl and (args.chains or args.fixed_chains is not None):
+        raise ValueError("found --chain_id_jsonl with --chains or --fixed_chains; expected one of "
+                         "the two ways.")
     not_drawing = given(NOT_DRAWING)
     for_drawing = given(ONLY_DRAWING)
     if not_drawing and for_drawing:
@@ -215,21 +189,11 @@ def parse_arguments(argv):
     return args
 
 
-def refuse_published_options(argv):
-    """ValueError that names what to give here for options that only the published command has."""
-    problems = []
-    for option in dict.fromkeys(word.partition("=")[0] for word in argv):
-        if option in PUBLISHED_OPTIONS:
-            problems.append(f"found {option}, which is the published command's; here give "
-                            f"{PUBLISHED_OPTIONS[option]}")
-    for option, value in zip(argv, [*argv[1:], ""]):
-        is_flag = option == "--score_only" and value in ("0", "1") and not os.path.exists(value)
-        if is_flag or option in ("--score_only=0", "--score_only=1"):
-            problems.append("found --score_only with a number, as in the published command; here "
-                            "give --score_only alone for the native sequence, --score_only FASTA "
-                            "for others, or leave it out: then the native sequence is scored first")
-    if problems:
-        raise ValueError("; ".join(problems) + ".")
+def refuse_other_forms(argv):
+    """ValueError that names what to give here for an option that has another form."""
+    for option in [word.partition("=")[0] for word in argv]:
+        if option in OTHER_FORMS:
+            raise ValueError(f"found {option}; here give {OTHER_FORMS[option]}.")
 
 
 def temperatures(texts):
@@ -269,7 +233,10 @@ def output_files(args, paths):
     check_target(args)
     settings = [getattr(args, name) for name in (*PER_STRUCTURE, "bias_AA_jsonl")]
     inputs = [args.checkpoint, *paths, *(args.score_only or ()), *filter(None, settings)]
-    refuse_inputs({path for kinds in files.values() for path in kinds.values()}, inputs)
+    outputs = {path for kinds in files.values() for path in kinds.values()}
+    if args.out_folder is not None and args.drawing:
+        outputs.add(args.out_folder / DESIGNS)
+    refuse_inputs(outputs, inputs)
     return files
 
 
@@ -410,6 +377,7 @@ class Scored(NamedTuple):
     """M sequences that are scored together."""
     heads: list                 # of (text, text): the scores are written between them
     S: torch.Tensor             # (M, L) int64
+    draws: list | None = None   # of (temperature, number), of drawn sequences
     probs: torch.Tensor | None = None   # (M, L, 21) that letters were drawn from
     orders: torch.Tensor | None = None  # (M, L) in which they were drawn
 
@@ -441,8 +409,9 @@ def drawn_batches(model, encoding, tensors, design, args):
             if args.backbone_noise:
                 noisy = with_noise(tensors, keys, args.backbone_noise)
                 seen = encode(model, noisy, encoding.mask.device)
+            S, probs, orders = draw(model, seen, design, temperature, keys)
             heads = [(f"{title(design, args)}T={temperature:g}, sample={k}", "") for k in numbers]
-            yield Scored(heads, *draw(model, seen, design, temperature, keys))
+            yield Scored(heads, S, [(temperature, k) for k in numbers], probs, orders)
 
 
 def title(design, args):
@@ -458,7 +427,8 @@ def header(begin, end, figures):
 
 
 def make_results(model, design, args, given, device):
-    """FASTA text of one structure, and {kind: {name: array}} for the .npz files.
+    """FASTA text of one structure, {kind: {name: array}} for the .npz files, and rows of the table
+    of designs.
 
     given: [(header, S (L,))] of the sequences to score; empty: the native one and drawn ones.
     """
@@ -472,17 +442,41 @@ def make_results(model, design, args, given, device):
     lines = []
     saved = []          # what the .npz files hold: (Scored, scores)
     log_p = []          # conditional log-probabilities of each sequence
+    rows = []
     for batch in itertools.chain(*batches):
         scores = score(model, encoding, design, args, batch.S)
         for (begin, end), row, (mean, whole) in zip(batch.heads, batch.S.numpy(), scores.tolist()):
             figures = {"score": mean, "global_score": whole, "seq_recovery": recovery(design, row)}
             lines += [header(begin, end, figures), design.text(row)]
+        if batch.draws:
+            rows += table_rows(design, batch, scores[:, 0].tolist())
         if args.conditional_probs:
             log_p += [conditional_log_probs(model, encoding, design, args, row) for row in batch.S]
         if batch.probs is not None or not args.drawing:     # the native sequence is not drawn
             saved.append((batch, scores))
     arrays = make_arrays(model, encoding, design, args, saved, log_p)
-    return "\n".join(lines) + "\n", arrays
+    return "\n".join(lines) + "\n", arrays, rows
+
+
+def table_rows(design, batch, scores):
+    """Cells of COLUMNS of drawn sequences. scores: of each."""
+    path = Path(design.structure.name)
+    path = path.parent.resolve() / path.name    # so that the table may be copied elsewhere
+    rows = []
+    for S, (temperature, number), score in zip(batch.S.numpy(), batch.draws, scores):
+        rows.append((path, " ".join(design.chains), " ".join(design.complex.fixed),
+                     design.text(S), f"{temperature:g}", number, f"{score:.4f}",
+                     f"{recovery(design, S):.4f}"))
+    return rows
+
+
+def csv_text(rows):
+    """CSV of rows of COLUMNS."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    writer.writerows(rows)
+    return text.getvalue()
 
 
 def make_arrays(model, encoding, design, args, saved, log_p):
@@ -567,7 +561,8 @@ def run(args):
     args.checkpoint = str(find_weights(args.checkpoint))
     for path in args.score_only or ():
         if not os.path.isfile(path):
-            raise ValueError(f"--score_only: there is no file {path}.")
+            raise ValueError(f"--score_only: there is no file {path}; expected FASTA files, or "
+                             "none for the native sequence.")
     files = output_files(args, paths)
     device = choose_device(args.device)
     args.many_in_one = len(paths) > 1 and args.out_folder is None
@@ -575,9 +570,10 @@ def run(args):
     designs = read_designs(paths, args, model.ca_only)
     given = [read_given(args, design) for design in designs]
     texts = []
+    table = []      # rows of all designs
     try:
         for design, sequences in zip(designs, given):
-            text, arrays = make_results(model, design, args, sequences, device)
+            text, arrays, rows = make_results(model, design, args, sequences, device)
             targets = files.get(design.name, {})
             tell(args, design, len(text.splitlines()) // 2, targets, sequences, device)
             texts.append(text)
@@ -585,6 +581,7 @@ def run(args):
                 print(text, end="", flush=True)
             if args.out_folder:
                 write_files(args, design, text, arrays, targets)
+            table += rows
     finally:   # after Ctrl-C or out of memory: keep finished structures, and an old --out file
         if args.out and texts:
             done = len(texts) == len(designs)
@@ -592,6 +589,8 @@ def run(args):
             write_whole(path, lambda file: file.write("".join(texts).encode()))
             if not done:
                 print(f"{len(texts)} of {len(designs)} structures are in {path}", file=sys.stderr)
+        if args.out_folder and table:
+            write_text_atomic(args.out_folder / DESIGNS, csv_text(table))
 
 
 def tell(args, design, n_sequences, targets, given, device):

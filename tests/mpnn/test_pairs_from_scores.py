@@ -76,6 +76,12 @@ def test_the_cap_is_for_a_structure_and_context_chains_become_fixed_chains(tmp_p
         assert chains == expected[:most]
 
 
+def test_designs_without_a_score_are_left_out(tmp_path):
+    assert run(tmp_path, TABLE + "x.pdb,AAA,1,A\nx.pdb,CCC,,A\nx.pdb,DDD,2,A\n") == 0
+    pair, = json.loads((tmp_path / "p.json").read_text())
+    assert (pair["preferred_seq"], pair["unpreferred_seq"]) == ("DDD", "AAA")
+
+
 @pytest.mark.parametrize("text, options, expected", [
     ("pdb,sequence,score,score,chain\nx.pdb,AAA,1,2,A\n", [], "the column score more than once"),
     (TABLE.replace(",", ";"), [], "line 1 is separated by semicolons"),
@@ -97,7 +103,8 @@ def test_the_cap_is_for_a_structure_and_context_chains_become_fixed_chains(tmp_p
     (TABLE + "x.pdb,AAA/,1,A C\n", [], "line 2: found nothing in the sequence"),
     (TABLE, ["--score", "energy"], "has no column energy; found pdb"),
     (TABLE, ["--rounds", "1"], "found --rounds, but "),
-    (TABLE, ["--designs", "."], "found one of --designs and --structures"),
+    (TABLE, ["--designs", "."], "expected as the table designs.csv"),
+    (TABLE + "x.pdb,AAA,,A\n", [], "holds no design with a score"),
     (TABLE, ["--lower_is_better", "--higher_is_better"], "expected one of them")])
 def test_a_wrong_table_is_refused_whole(tmp_path, capsys, text, options, expected):
     assert run(tmp_path, text, *options) == 2
@@ -214,8 +221,7 @@ def test_mutations_of_a_structure_of_ca_atoms_become_pairs_for_a_ca_only_model(s
     (DDG + "small.pdb,A,M1A,0\n", MEASURED, "no two sequences of a structure differ"),
     (DDG + "small.pdb,A,M1A,x\n", MEASURED, "line 2: found 'x' as ddg"),
     (DDG + "small.pdb,A,M1A,1\n", [*MEASURED, "--rounds", "-1"], "found --rounds -1"),
-    (DDG + "small.pdb,A,M1A,1\n", [*MEASURED, "--wild_type", "nan"], "found --wild_type nan"),
-    (DDG + "small.pdb,A,M1A,1\n", [*MEASURED, "--designs", "."], "expected one of them")])
+    (DDG + "small.pdb,A,M1A,1\n", [*MEASURED, "--wild_type", "nan"], "found --wild_type nan")])
 def test_a_wrong_table_of_mutations_is_refused(text, options, said, small, capsys):
     (small / "m.csv").write_text(text)
     assert main([str(small / "m.csv"), str(small / "p.json"), *options]) == 2
@@ -333,62 +339,6 @@ def test_a_part_that_cannot_be_held_out_is_refused(option, said, small, capsys):
     command = [str(small / "m.csv"), str(small / "p.json"), *MEASURED, "--hold_out", *option]
     assert main(command) == 2
     assert said in capsys.readouterr().err and not (small / "p.json").exists()
-
-
-# ---- designs of sample_proteinmpnn.py ----
-
-@pytest.fixture
-def designed(small):
-    """A folder with designs of small.pdb and of two.pdb, and the structures beside it."""
-    (small / "two.pdb").write_text((small / "small.pdb").read_text())
-    (small / "out" / "seqs").mkdir(parents=True)
-    for name in ("small", "two"):
-        (small / "out" / "seqs" / f"{name}.fa").write_text(
-            f">{name}, score=1.5, fixed_chains=['A'], designed_chains=['B'], seed=0\nGW\n"
-            ">T=0.1, sample=1, score=1.2\nAC\n>T=0.1, sample=2, score=1.1\nDE\n"
-            ">T=0.1, sample=10, score=1.1\nFG\n")
-    return small
-
-
-def pairs_of_folder(folder, text, code=0, structures=None):
-    (folder / "t.csv").write_text(text)
-    structures = structures or [folder / "small.pdb", folder / "two.pdb"]
-    assert main([str(folder / "t.csv"), str(folder / "p.json"), "--designs", str(folder / "out"),
-                 "--structures", *map(str, structures)]) == code
-
-
-def test_scores_by_header_make_pairs_of_a_folder_of_designs(designed):
-    pairs_of_folder(designed, "structure,header,score\nsmall,small,1\n"
-                              'small,"T=0.1, sample=1",2\ntwo,"T=0.1, sample=1, score=1.2",3\n'
-                              'two,">T=0.1, sample=10",4\n')
-    found = [(entry["pdb_file"], entry["design_chains"], entry["fixed_chains"],
-              entry["preferred_seq"], entry["unpreferred_seq"])
-             for entry in json.loads((designed / "p.json").read_text())]
-    assert found == [("small.pdb", ["B"], ["A"], "AC", "GW"), ("two.pdb", ["B"], ["A"], "FG", "AC")]
-    assert len(read_pairs(designed / "p.json")) == 2
-
-
-@pytest.mark.parametrize("text, said", [
-    ("header,score\nsmall,1\n", "has no column structure; found header, score"),
-    ("structure,header,score\nx,small,1\n", "line 2: found the structure x; expected one of small"),
-    ("structure,header,score\nsmall,T=0.1,1\n", "3 sequences of small have the header 'T=0.1'"),
-    ("structure,header,score\nsmall,d1,1\n", "0 sequences of small have the header 'd1'"),
-    ("structure,header,score\nsmall,small,\n", "line 2: found the score ''"),
-    ("structure,header,score\n", "holds no score")])
-def test_scores_that_fit_no_design_are_refused(text, said, designed, capsys):
-    pairs_of_folder(designed, text, code=2)
-    assert said in capsys.readouterr().err and not (designed / "p.json").exists()
-
-
-def test_a_folder_that_does_not_fit_is_refused(designed, capsys):
-    fasta = designed / "out" / "seqs" / "two.fa"
-    for change, structures, said in (
-            (lambda: None, [designed / "small.pdb"], "of two, which is not among --structures"),
-            (lambda: fasta.write_text(">T=0.1\nAC\n"), None, "expected designed_chains=['A']"),
-            (lambda: [path.unlink() for path in fasta.parent.iterdir()], None, "no file *.fa")):
-        change()
-        pairs_of_folder(designed, "structure,header,score\nsmall,small,1\n", 2, structures)
-        assert said in capsys.readouterr().err
 
 
 # ---- mutations of sequences ----
