@@ -26,8 +26,8 @@ from proteins.structures import Complex
 
 GRAPH_INPUT = ("X", "mask", "residue_idx", "chain_id")      # arguments of ProteinMPNN.graph
 TABLE_VERSION = 3       # see Scorer.table_settings
-# Bytes on the device for graphs of complexes and their encodings by the base: 2 GiB hold those of
-# some hundred complexes of 300 residues, and leave room for training on any GPU.
+# Bytes on the device for graphs of complexes and their encodings by the base: 9 MiB for a complex
+# of 300 residues and weights of the published size, so about 230 of these.
 MOST_KEPT = 2 * 2**30
 
 
