@@ -424,8 +424,9 @@ def is_finished(folder, settings):
     differences = []
     for key, value in settings.items():
         chosen_here = key == "val_fraction" and value is None
-        if meta.get(key) != value and not chosen_here:
-            differences.append(f"{key} is {meta.get(key)!r} there and {value!r} here")
+        found = getattr(meta, key)
+        if found != value and not chosen_here:
+            differences.append(f"{key} is {found!r} there and {value!r} here")
     if differences:
         raise ValueError(f"{folder} was made with other settings: {'; '.join(differences)}. Name "
                          f"another folder, or remove it.")
