@@ -46,7 +46,7 @@ from training.command_line import (add_run_arguments, exit_with, preparing, prin
                                    read_command)
 from training.config import (CommonMemory, CommonMonitoring, CommonOptim, CommonTraining,
                              MOST_LR, MOST_STEPS, DdpSection, check_common, key, load_config,
-                             refuse)
+                             refuse_config)
 from training.finish import finish_run, say_finished
 from training.folder import take_folder
 from training.log import open_log
@@ -195,7 +195,7 @@ def check_config(config):
         problems.append(f"training.tokens_per_batch is {tokens}, data.max_length "
                         f"{config.data.max_length}; expected a budget that holds the longest "
                         "protein")
-    refuse(problems)
+    refuse_config(problems)
 
 
 # ---------------------------------------------------------------- loss
