@@ -62,7 +62,7 @@ from proteins.tables import (MAX_LISTED, check_cells, read_rows, read_table_text
                              table_columns)
 from proteins.letters import LETTERS
 from training.parser import Parser
-from training.files import write_text_atomic
+from training.files import check_output, write_text_atomic
 from dpo.pair_files import LEAST_WEIGHT
 
 LARGEST_SCORE = 1e100   # so that sums of differences stay finite
@@ -210,7 +210,7 @@ def pairs_of_mutations(args):
     """As pairs_of_designs, of a table of mutations; number of its variants; proteins held out;
     lines to print on the wild type."""
     table = read_mutations(args.table, args.score)
-    check_output(args, table.structures)
+    check_outputs(args, table.structures)
     proteins = proteins_of(table, args)
     held_out = []
     if args.hold_out is not None:
@@ -416,19 +416,11 @@ def held_out_file(pairs: Path) -> Path:
     return pairs.with_name(f"{pairs.stem}_held_out.csv")
 
 
-def check_output(args, structures):
+def check_outputs(args, structures):
     """ValueError for a file to write that is also read. structures: paths."""
-    written = [args.pairs]
+    check_output(args.pairs, [args.table, *structures])
     if args.hold_out is not None:
-        written.append(held_out_file(args.pairs))
-    for path in (args.table, *structures):
-        for output in written:
-            if output.exists() and path.exists() and output.samefile(path):
-                raise ValueError(f"{output} is the table or a structure that it names; "
-                                 "expected another file to write.")
-    for output in written:
-        if output.is_dir():
-            raise ValueError(f"{output} is a folder; expected a file to write.")
+        check_output(held_out_file(args.pairs), [args.table, *structures])
 
 
 def make_parser():
@@ -464,7 +456,7 @@ def main(argv):
         args = make_parser().parse_args(argv)
         check_options(args)
         found, n_sequences, held_out, notes = make_all(args)
-        check_output(args, [place.structure for place, _, _ in found])
+        check_outputs(args, [place.structure for place, _, _ in found])
         entries, counts = make_entries(found, args)
         if args.pairs.suffix.lower() == ".jsonl":
             text = "\n".join(json.dumps(entry) for entry in entries)

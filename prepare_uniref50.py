@@ -30,7 +30,6 @@ import dataclasses
 import errno
 import fcntl
 import hashlib
-import io
 import json
 import math
 import os
@@ -41,11 +40,13 @@ import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 import numpy as np
+from tqdm import tqdm
 
-from sedd.download import (PartialFile, Source, download, look_up, open_url, progress_bar, retry,
-                           safe_url, say, synchronise)
+from sedd.download import (download, downloaded_path, look_up, safe_url, size_of, stream,
+                           synchronise)
 from sedd.prepared import FORMAT, PARTS, SETS, VERSION, check_prepared, read_meta
 from proteins.letters import LETTERS, N_TOKENS
 from proteins.sequences import (Proteins, ReadReport, is_pt, order_words, read_tables,
@@ -194,21 +195,15 @@ def download_input(url, folder, max_sequences):
 
     A finished download needs no network, so the passes can run later where there is none.
     """
-    path = folder / Path(safe_url(url)).name
-    partial = PartialFile(Source(url), path)
-    if partial.is_finished:
-        return [input_of_file(path)], partial.note["release"]
-    source = look_up(url)
-    stream = Input(safe_url(url), source.size,
-                   lambda: io.BufferedReader(retry(lambda: open_url(source))))
-    if max_sequences and not is_pt(path):
-        return [stream], source.release
-    folder.mkdir(exist_ok=True)
-    if source.size:
-        n_arrived = sum(entry.stat().st_size for entry in folder.iterdir())
-        check_disk(folder, expected_bytes([stream], None), max(0, source.size - n_arrived))
-    download(source, path)
-    return [input_of_file(path)], source.release
+    source = look_up(url, folder)
+    if max_sequences and not is_pt(urlsplit(url).path):
+        return [Input(safe_url(url), source.size, lambda: stream(source))], source.release
+    path = downloaded_path(url, folder)
+    if source.size and not path.exists():
+        n_arrived = size_of(Path(f"{path}.part"))
+        n_bytes = expected_bytes([Input(str(path), source.size, None)], None)
+        check_disk(folder, n_bytes, max(0, source.size - n_arrived))
+    return [input_of_file(download(source, folder))], source.release
 
 
 def expected_bytes(inputs, max_sequences):
@@ -429,8 +424,9 @@ def is_finished(folder, settings):
     differences = []
     for key, value in settings.items():
         chosen_here = key == "val_fraction" and value is None
-        if meta.get(key) != value and not chosen_here:
-            differences.append(f"{key} is {meta.get(key)!r} there and {value!r} here")
+        found = getattr(meta, key)
+        if found != value and not chosen_here:
+            differences.append(f"{key} is {found!r} there and {value!r} here")
     if differences:
         raise ValueError(f"{folder} was made with other settings: {'; '.join(differences)}. Name "
                          f"another folder, or remove it.")
@@ -465,6 +461,19 @@ def publish(result, meta, folder):
         synchronise(path)
     os.rename(result, folder)
     synchronise(folder.parent)
+
+
+def progress_bar(what, total, unit="B"):
+    """A progress bar; without a terminal, as in a job's log, it writes a line per half minute."""
+    watched = sys.stderr.isatty()
+    line = "{l_bar}{bar}{r_bar}\n" if total else "{desc}: {n_fmt}{unit} [{elapsed}, {rate_fmt}]\n"
+    return tqdm(desc=what, total=total, unit=unit, unit_scale=True, ncols=80, file=sys.stderr,
+                mininterval=0.2 if watched else 30, bar_format=None if watched else line)
+
+
+def say(text):
+    """Print a line to standard error."""
+    print(text, file=sys.stderr)
 
 
 def print_summary(folder, meta, report):

@@ -46,7 +46,7 @@ from proteins.seeds import keyed_generator
 from proteins.sequences import named_sequences
 from training.fast_linear import fast_linear
 from training.parser import Parser
-from training.files import check_writable, write_text_atomic, write_whole
+from training.files import check_output, check_writable, write_text_atomic, write_whole
 from training.tool import refuse_moved_options
 
 DESIGNS = "designs.csv"
@@ -236,20 +236,9 @@ def output_files(args, paths):
     outputs = {path for kinds in files.values() for path in kinds.values()}
     if args.out_folder is not None and args.drawing:
         outputs.add(args.out_folder / DESIGNS)
-    refuse_inputs(outputs, inputs)
-    return files
-
-
-def refuse_inputs(outputs, inputs):
-    """ValueError for a path to be written that is no file, or that is an input."""
     for path in sorted(path for path in outputs if path.exists()):
-        if not path.is_file():
-            raise ValueError(f"found {path} to be written, which is no file; expected another "
-                             "name.")
-        for other in inputs:
-            if os.path.exists(other) and path.samefile(other):
-                raise ValueError(f"found {path} to be written, which is the input {other}; "
-                                 "expected another.")
+        check_output(path, inputs)
+    return files
 
 
 def check_target(args):

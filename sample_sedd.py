@@ -46,8 +46,8 @@ from training.command_line import add_launch_arguments
 from training.loop import check_alike
 from training.resume import hash_of
 from proteins.seeds import keyed_generator
-from training.tool import (check_output, open_output, refuse_moved_options, run_tool,
-                           show_on_rank_0)
+from training.files import check_output
+from training.tool import open_output, refuse_moved_options, run_tool, show_on_rank_0
 from proteins.tables import refuse_all
 from sedd.diffusion import sample, sample_scheduled
 from sedd.evaluation import BoundEstimator, draw_lengths, perplexity

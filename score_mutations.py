@@ -53,7 +53,8 @@ from training.parser import Parser
 from training.log import progress_bar
 from training.loop import check_alike
 from training.resume import hash_of
-from training.tool import check_output, open_output, run_tool, show_on_rank_0
+from training.files import check_output
+from training.tool import open_output, run_tool, show_on_rank_0
 
 
 # ---- the two models ----

@@ -39,7 +39,7 @@ from training.command_line import (add_run_arguments, exit_with, preparing, prin
                                    read_command)
 from training.config import (CommonMemory, CommonMonitoring, CommonOptim, CommonTraining,
                              MOST_LR, MOST_STEPS, DdpSection, check_common,
-                             config_items, key, key_fields, load_config, refuse)
+                             config_items, key, key_fields, load_config, refuse_config)
 from training.finish import finish_run, say_finished
 from training.folder import take_folder
 from training.log import open_log
@@ -242,7 +242,7 @@ def check_config(config: Config, without_data: bool = False) -> None:
         problems.append("monitoring.n_designs is 1; expected 0, or 2 and more")
     problems += check_kind(config)
     problems += KINDS[config.model.kind].check(config, without_data)
-    refuse(problems)
+    refuse_config(problems)
 
 
 def check_kind(config):

@@ -46,7 +46,7 @@ from training.command_line import (add_run_arguments, exit_with, preparing, prin
                                    read_command)
 from training.config import (CommonMemory, CommonMonitoring, CommonOptim, CommonTraining,
                              MOST_LR, MOST_STEPS, DdpSection, check_common, key, load_config,
-                             refuse)
+                             refuse_config)
 from training.finish import finish_run, say_finished
 from training.folder import take_folder
 from training.log import open_log
@@ -195,7 +195,7 @@ def check_config(config):
         problems.append(f"training.tokens_per_batch is {tokens}, data.max_length "
                         f"{config.data.max_length}; expected a budget that holds the longest "
                         "protein")
-    refuse(problems)
+    refuse_config(problems)
 
 
 # ---------------------------------------------------------------- loss
@@ -297,7 +297,7 @@ class SeddRun(Run):
     init_from: dict | None   # {"path", "hash"} of the initial weights; None: random weights
 
 
-def prepare(config, ddp, work_dir, resume=None, fresh=False, stage=None):
+def prepare(config, ddp, work_dir, resume=None, fresh=False):
     """Everything before the first step: data, model, checkpoint, folder. Returns SeddRun.
 
     Raises ValueError or OSError for input that cannot be used. In that case nothing was written:
@@ -312,7 +312,7 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False, stage=None):
     bare = make_model(config, graph).to(ddp.device)
     compiled = compile_blocks(bare, config.memory.compile, ddp)
     init_from, lines = start_from_weights(config, former, resume, bare, ddp)
-    data = load_data(config, ddp, stage)
+    data = load_data(config, ddp)
     check_alike({"data (hash)": data.fingerprint["hash"]}, ddp)
     anew = f"--init_from {former.path}"
     # Earlier versions accepted keys of other noise types, so a resumed run may have them.
@@ -522,8 +522,6 @@ def read_arguments(argv):
                     epilog="Examples: top of train_sedd_ddp.py.")
     parser.add_argument("--config", required=True, help="YAML file")
     parser.add_key_options()
-    parser.add_argument("--stage", metavar="DIR",
-                        help="copy the prepared folder to DIR on each host, and read the copy")
     add_run_arguments(parser, "--work_dir")
     options = parser.parse_intermixed_args(argv)
     config = load_config(Config, options.config, options.overrides, parser.given_keys(options))
@@ -541,8 +539,7 @@ def main(argv=None):
     with ranks_meet(command) as ddp:
         with preparing(command, ddp):   # an error in arguments or data is printed by one rank
             options = command.options
-            run = prepare(command.config, ddp, command.work_dir, options.resume, options.fresh,
-                          options.stage)
+            run = prepare(command.config, ddp, command.work_dir, options.resume, options.fresh)
         result = train(run, ddp)
     exit_with(result)
 

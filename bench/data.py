@@ -100,7 +100,7 @@ def start_a_rank(folder, config, micro_batches, accum):
         reader.micro_batch(0, lane)
     found = dict(first=time.process_time() - start, memory=private_megabytes() - memory_before,
                  steps=plan.steps_per_epoch, windows=plan.windows,
-                 unit=proteins.meta["residues"] / plan.windows / micro_batches / 1e3)
+                 unit=proteins.meta.residues / plan.windows / micro_batches / 1e3)
     start = time.perf_counter()
     for lane in range(accum):
         reader.micro_batch(plan.steps_per_epoch * 5 // 3, lane)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from proteins.seeds import FOR_SPLIT, content_hash, random_words
+from training.problems import refuse
 
 MAX_LISTED = 20             # at most so many problems of a file, or contradictions, are listed
 LEAST_WEIGHT = 1e-6         # of a pair
@@ -83,12 +84,8 @@ def read_list(path: Path, entries: list, read: Callable, mend: str,
         if len(items) > 1:
             others = f" (and {len(items) - 1:,} more up to item {items[-1]})"
         problems.append(f"item {items[0]}: {problem}{others}")
-    if problems:
-        lines = [f"{path}: found problems in {len(entries) - len(found):,} of {len(entries):,} "
-                 f"pairs; expected none. Mend {mend}:", *problems[:MAX_LISTED]]
-        if len(problems) > MAX_LISTED:
-            lines.append(f"and {len(problems) - MAX_LISTED:,} other problems")
-        raise ValueError("\n  ".join(lines))
+    refuse(problems, f"{path}: found problems in {len(entries) - len(found):,} of "
+           f"{len(entries):,} pairs; expected none. Mend {mend}:", MAX_LISTED)
     return found
 
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from training.files import read_text
+from training.problems import refuse
 
 MOST_BYTES = 1 << 30        # of a table: millions of lines
 MAX_LISTED = 10             # bad lines or records of a file that a message lists
@@ -85,14 +86,9 @@ def refuse_all(path: str | Path, problems: list[str], things: str = "lines") -> 
     Args:
         problems: texts such as "line 3: found ..."; none: nothing is raised.
         things: a word for what the texts name."""
-    if not problems:
-        return
     if len(problems) == 1:
         raise ValueError(f"{path}, {problems[0]}")
-    lines = [f"{path}: {len(problems):,} {things} cannot be used:", *problems[:MAX_LISTED]]
-    if len(problems) > MAX_LISTED:
-        lines.append(f"and {len(problems) - MAX_LISTED:,} more")
-    raise ValueError("\n  ".join(lines))
+    refuse(problems, f"{path}: {len(problems):,} {things} cannot be used:", MAX_LISTED)
 
 
 def refuse_fasta(path: str | Path, text: str) -> None:

@@ -256,7 +256,7 @@ class BatchPlan:
 
     def warning(self):
         """Lines that warn: few steps per epoch; most proteins cropped; micro-batches that are far
-        from full, with sizes that would be full."""
+        from full."""
         lines = []
         if self.steps_per_epoch < FEW_STEPS and self.left_out > 0.005:
             lines.append(f"  only {self.steps_per_epoch} step(s) per epoch: these numbers are "
@@ -265,28 +265,10 @@ class BatchPlan:
             lines.append(f"ATTENTION: {self.n_long / self.proteins:.0%} of the proteins are longer "
                          f"than data.max_length, {self.max_length:,}: the model sees parts of them")
         if self.filled < WELL_FILLED and self.micro_batches > 1:
-            name = f"training.{self.key}"
-            sizes = self._sizes_well_filled()
-            better = f"{name}={' or '.join(sizes)}" if sizes else f"a larger {name}"
             lines.append("  proteins of some lengths do not fill a micro-batch: a step takes up to "
                          f"{1 / self.filled - 1:.0%}")
-            lines.append(f"  longer. Better: {better}")
+            lines.append(f"  longer. Better: a larger training.{self.key}, where memory allows it")
         return lines
-
-    def _sizes_well_filled(self):
-        """Up to two mean sizes, as text, with which micro-batches are well filled."""
-        least = self.least
-        if self.counted_in == "tokens":
-            least = max(least, self.max_length)     # a config must allow for this length
-        good = []
-        n_fit = int(self.sizes[0])                  # how many of the longest proteins fit
-        for n in range(n_fit, n_fit + 8):
-            asked = max(round(self._shapes(n * self.least_work).mean), least)
-            found = self._best_shapes(asked)
-            if (found.filled >= WELL_FILLED and found.expected >= self.micro_batches
-                    and abs(found.mean / asked - 1) <= MEAN_WITHIN):
-                good.append(str(asked))
-        return good[:2]
 
     def place(self, step):
         """Where a step of the run is: (epoch, window in the epoch, step in the window)."""

@@ -2,21 +2,17 @@
 
     train, val, *_ = load_data(config, ddp)
 """
-import contextlib
 import os
 import shlex
-import shutil
-import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ddp_setup import barrier, broadcast, note_progress, print0
+from ddp_setup import barrier, note_progress, print0
 from sedd.demo import DemoSource
-from sedd.prepared import PreparedProteins, check_prepared, keys_hash, read_meta, stage_prepared
+from sedd.prepared import PreparedProteins, check_prepared, keys_hash, read_meta
 from proteins.sequences import read_sequences, split_by_hash
 
 LARGE_FILE = 200_000_000        # bytes; a larger file should be prepared first
-STAGE_SECONDS = 3 * 3600.0   # limit for the slowest host to copy the data: 20 GB at 2 MB/s
 NO_DATA = ("no proteins are given; expected --data FILE (sequences, or a prepared folder); for a "
            "demo: --config configs/sedd_demo.yaml, or data.demo_proteins=20000.")
 
@@ -30,13 +26,12 @@ class TrainingData(NamedTuple):
     description: str
 
 
-def load_data(config, ddp, stage=None):
+def load_data(config, ddp):
     """The proteins for training and validation. Collective.
 
     Args:
         config: its section data has file (a file or a prepared folder), demo_proteins (how many,
             where there is no file), val_fraction, min_length.
-        stage:  folder on each host into which a prepared folder is copied.
     Returns: TrainingData.
     Raises: ValueError or OSError for data that cannot be used.
     """
@@ -46,65 +41,24 @@ def load_data(config, ddp, stage=None):
     prepared = data.file and os.path.isdir(data.file)
     if prepared:
         if ddp.is_main:
-            check_prepared(data.file, data.val_fraction, data.min_length,
-                           lambda: note_progress(ddp))
+            check_prepared(data.file, data.val_fraction, data.min_length)
         barrier(ddp)   # the others wait, so that only rank 0 reports an error
-        with staged(data.file, stage, stage_prepared, ddp) as copy:
-            found = _open_prepared(data.file, copy or data.file)
-    elif stage:
-        raise ValueError("--stage copies a folder made by prepare_uniref50.py; data.file is "
-                         f"{data.file}.")
+        found = _open_prepared(data.file)
     else:
         found = _load_file_or_demo(data, config.training.seed, ddp)
     note_progress(ddp)
     return found
 
 
-@contextlib.contextmanager
-def staged(folder, stage, copy, ddp):
-    """A copy of a folder on each host, as long as this context lasts; None without `stage`.
-
-    At the end the copy is deleted. Files that a rank still has open stay readable for it, and the
-    system frees their space when the rank ends, however it ends.
-
-    Args:
-        folder: what to copy. stage: folder that each host has; None: nothing is copied.
-        copy: function (folder, target, report), which calls report(bytes done, bytes in all).
-    """
-    if not stage:
-        yield None
-        return
-    name = f"{Path(folder).resolve().name}-{os.urandom(4).hex()}" if ddp.is_main else None
-    target = Path(stage) / f"{broadcast(name, ddp)}-{ddp.host or 'here'}"
-    reported = time.monotonic()
-
-    def report(done, total):
-        nonlocal reported
-        note_progress(ddp)
-        if ddp.is_main and (done == total or time.monotonic() > reported + 10):
-            reported = time.monotonic()
-            print0(ddp, f"copying {folder} to {stage}: {done / 1e9:,.3f} of {total / 1e9:,.3f} GB")
-
-    if ddp.local_rank == 0:
-        copy(folder, target, report)
-    try:
-        barrier(ddp, timeout=STAGE_SECONDS)
-        yield target
-        barrier(ddp)
-    finally:   # also if reading it has failed
-        if ddp.local_rank == 0:
-            shutil.rmtree(target, ignore_errors=True)
-
-
-def _open_prepared(name, folder):
-    """TrainingData of a prepared folder: `name` in the config, `folder` where it is read."""
+def _open_prepared(folder):
+    """TrainingData of a prepared folder."""
     val = PreparedProteins(folder, "val").read_all()
     train = PreparedProteins(folder)
     meta = read_meta(folder)
-    made_of = meta.get("release") or ", ".join(map(str, meta.get("source", ())))
-    hashes = [meta["sets"][part]["keys_hash"] for part in ("train", "val")]
+    made_of = meta.release or ", ".join(meta.source or ())
+    hashes = [meta.sets.train.keys_hash, meta.sets.val.keys_hash]
     return _training_data(train, val, hashes,
-                          f"{name}: {len(train) + len(val):,} proteins, prepared from {made_of}")
+                          f"{folder}: {len(train) + len(val):,} proteins, prepared from {made_of}")
 
 
 def _load_file_or_demo(data, seed, ddp):

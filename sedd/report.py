@@ -28,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 
 from training.parser import Parser
-from training.files import write_whole
+from training.files import check_output, write_whole
 from proteins.tables import refuse_all
 from proteins.letters import AMINO_ACIDS, encode
 from proteins.sequences import named_sequences
@@ -261,9 +261,8 @@ def main(argv):
         for path in (args.samples, args.reference):
             if not path.exists():
                 raise ValueError(f"there is no file {path}; expected FASTA.")
-            if args.picture and args.picture.exists() and args.picture.samefile(path):
-                raise ValueError(f"--picture {path} would overwrite what is read; expected "
-                                 "another file.")
+        if args.picture:
+            check_output(args.picture, [args.samples, args.reference])
         samples, reference = map(sequences_of, (args.samples, args.reference))
         print(report(samples, reference, args.picture), flush=True)
         return 0

@@ -21,7 +21,7 @@ TO_COPY = {"ddp_setup", "ddp_guard"}    # without anything else of the project
 # Folder, or "" for the scripts in the root: what of the project its files may import.
 MAY_IMPORT = {
     "": {"ddp_setup", "ddp_guard", "sedd", "mpnn", "dpo", "proteins", "training"},
-    "proteins": {"ddp_setup", "proteins", "training.files"},
+    "proteins": {"ddp_setup", "proteins", "training.files", "training.problems"},
     "sedd": {"ddp_setup", "sedd", "dpo", "proteins", "training"},   # to plug into dpo
     "mpnn": {"ddp_setup", "mpnn", "dpo", "proteins", "training"},
     "dpo": {"ddp_setup", "dpo", "proteins", "training"},

@@ -41,6 +41,7 @@ from typing import Any, Literal
 import yaml
 
 from training.files import read_text
+from training.problems import refuse
 
 MOST_YAML_BYTES = 1 << 20    # of a config; ours have 2 KB
 MOST_LISTED = 20             # problems of a config
@@ -88,10 +89,7 @@ def load_config(cls, path=None, overrides=(), flags=None):
         _put(raw, dotted, value, origins[dotted])
     problems = []
     config = _make_section(cls, raw, "", str(path or "configuration"), origins, cls, problems)
-    if len(problems) > MOST_LISTED:
-        problems[MOST_LISTED:] = [f"and {len(problems) - MOST_LISTED:,} more problems."]
-    if problems:
-        raise ValueError("\n".join(problems))
+    refuse(problems, most=MOST_LISTED)
     return config
 
 
@@ -336,11 +334,10 @@ def profiled_steps(text) -> tuple[int, int]:
                      f"trace, such as 10:13, at most {MOST_PROFILED} steps")
 
 
-def refuse(problems) -> None:
+def refuse_config(problems) -> None:
     """Raise ValueError with these texts on a configuration, a line each; return if there is none.
     """
-    if problems:
-        raise ValueError("\n".join(f"config: {text}." for text in problems))
+    refuse([f"config: {text}." for text in problems], most=MOST_LISTED)
 
 
 # ---- YAML ----

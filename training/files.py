@@ -69,6 +69,19 @@ def check_writable(path) -> None:
         pass
 
 
+def check_output(path, inputs) -> None:
+    """ValueError for a path to be written that is no file, in no folder, or one of the inputs."""
+    path = Path(path)
+    # A device, such as /dev/null, would be replaced by a file.
+    no_file = path.exists() and not path.is_file()
+    if no_file or not path.absolute().parent.is_dir():
+        raise ValueError(f"{path} is a folder or a device, or in a folder that is missing; "
+                         "expected the name of a file in a folder that exists.")
+    for other in inputs:
+        if path.exists() and os.path.exists(other) and path.samefile(other):
+            raise ValueError(f"the result would overwrite {other}; expected another name.")
+
+
 @contextlib.contextmanager
 def naming(path) -> Iterator[None]:
     """In this block, which writes, an OSError names the file: that of a full disk names none."""

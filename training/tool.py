@@ -111,15 +111,3 @@ def show_on_rank_0(make_text, ddp):
     if ddp.is_main:
         print(make_text(), file=sys.stderr)
     barrier(ddp, timeout=PATIENCE)
-
-
-def check_output(path, inputs) -> None:
-    """ValueError for a path to be written that is no file, in no folder, or one of the inputs."""
-    # A device, such as /dev/null, would be replaced by a file.
-    no_file = path.exists() and not path.is_file()
-    if no_file or not path.absolute().parent.is_dir():
-        raise ValueError(f"{path} is a folder or a device, or in a folder that is missing; "
-                         "expected the name of a file in a folder that exists.")
-    for other in inputs:
-        if path.exists() and os.path.exists(other) and path.samefile(other):
-            raise ValueError(f"the result would overwrite {other}; expected another name.")

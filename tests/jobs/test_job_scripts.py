@@ -477,7 +477,7 @@ def test_a_wrong_word_behind_local_sh_is_refused_before_anything_is_installed(wo
 
 
 @pytest.mark.parametrize("script, words", [
-    ("train_sedd_ddp.py", "--datafile x --stage /any optim.lr=1 --init_timeout -1 --fresh --help"),
+    ("train_sedd_ddp.py", "--datafile x optim.lr=1 --init_timeout -1 --fresh --help"),
     ("train_sedd_ddp.py", "--work_dir=x --plan 1,2 --device cpu model.dropout=0.1"),
     ("train_dpo_ddp.py", "--lr 1 --num_epochs 2 --mutable_ranges 1-5 6-7 --no_cuda x=1 --beta 1")])
 def test_words_that_a_training_script_knows_reach_it_from_local_sh(script, words, project):

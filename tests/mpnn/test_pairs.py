@@ -131,7 +131,7 @@ def test_the_first_problem_of_each_item_is_listed_but_not_without_end(small):
     assert "item 2: unknown key extra" in lines[2] and "(and 11 more up to item 24)" in lines[2]
     assert len(lines) == 3
     lines = refusal(write(small, [changed(pdb_file=f"{n}.pdb") for n in range(24)])).splitlines()
-    assert len(lines) == 1 + 20 + 1 and lines[-1].endswith("and 4 other problems")
+    assert len(lines) == 1 + 20 + 1 and lines[-1].endswith("and 4 more")
 
 
 def test_an_object_of_very_many_keys_is_read_at_once():

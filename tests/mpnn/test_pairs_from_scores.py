@@ -51,14 +51,14 @@ def test_the_pairs_are_those_that_training_reads(tmp_path, capsys):
     for path in (table, tmp_path / "scratch" / "s.pdb"):        # are not written over
         before = path.read_text()
         assert main([str(table), str(path)]) == 2 and path.read_text() == before
-        assert f"{path.name} is the table or a structure" in capsys.readouterr().err
+        assert "the result would overwrite" in capsys.readouterr().err
 
 
 def test_a_structure_of_which_no_mutation_fits_is_not_written_over(small, capsys):
     (small / "other.pdb").write_bytes((small / "small.pdb").read_bytes())
     text = "pdb_file,chain,mutation,score\nsmall.pdb,A,M1A,1\nother.pdb,A,W999A,2\n"
     assert run(small, text, "--higher_is_better", name="other.pdb") == 2
-    assert "other.pdb is the table or a structure" in capsys.readouterr().err
+    assert "other.pdb; expected another name" in capsys.readouterr().err
     assert (small / "other.pdb").read_bytes() == (small / "small.pdb").read_bytes()
 
 
@@ -328,7 +328,7 @@ def test_nothing_is_written_where_the_pairs_cannot_be(one_residue_each, capsys):
     folder = one_residue_each / "p.json"
     folder.mkdir()
     assert main([str(one_residue_each / "m.csv"), str(folder), *MEASURED, "--hold_out", "0.2"]) == 2
-    assert "is a folder; expected a file to write" in capsys.readouterr().err
+    assert "is a folder or a device" in capsys.readouterr().err
     assert not (one_residue_each / "p_held_out.csv").exists()
 
 

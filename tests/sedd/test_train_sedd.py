@@ -215,7 +215,7 @@ def own_copy(prepared, tmp_path):
 
 
 @pytest.mark.parametrize("launcher, n, more", [
-    ("torchrun", 2, ["training.num_workers=1"]), ("forked", 4, ["--stage", "local"]),
+    ("torchrun", 2, ["training.num_workers=1"]), ("forked", 4, []),
     slow("openmpi", 4, [])])
 def test_ranks_of_any_launcher_train_on_a_prepared_folder_as_one_does_on_the_file(
         launcher, n, more, fasta, prepared, weights, tmp_path):
@@ -242,7 +242,6 @@ def test_ranks_of_any_launcher_train_on_a_prepared_folder_as_one_does_on_the_fil
         "ddp/world_size": n, "ddp/effective_batch_size": 16, "ddp/scaled_lr": 1.5e-3,
         "ddp/scaled_warmup": 2}
     assert state_of(tmp_path / "one")["init_from"] == state_of(tmp_path / "ranks")["init_from"]
-    assert launcher != "forked" or list((tmp_path / "local").iterdir()) == []
 
 
 # kind: (file, what becomes of its bytes, what the refusal says)
@@ -250,17 +249,9 @@ DAMAGE = {
     "short": ("train/tokens.bin", lambda data: data[:-1],
               r"train/tokens.bin has [\d,]+ bytes \(expected"),
     "version": ("meta.json", lambda data: data.replace(b'"version": 1', b'"version": 2'),
-                "version 2; expected"),
+                "is of format .*, version 2,"),
     "lengths": ("train/lengths.bin", lambda data: os.urandom(len(data)),
-                "lengths.bin of the data is damaged"),
-    "hole": ("train/tokens.bin", lambda data: data[:1000].ljust(len(data), b"\0"),   # half copied
-             "is damaged or was changed.*: tokens.bin")}
-
-
-def damage(folder, kind):
-    name, change, says = DAMAGE[kind]
-    (folder / name).write_bytes(change((folder / name).read_bytes()))
-    return says
+                "lengths.bin of the data is damaged")}
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
@@ -268,7 +259,9 @@ def test_a_damaged_folder_or_one_of_other_settings_is_refused_before_anything_is
         kind, own_copy, tmp_path):
     refused("val_fraction is 0.2, but .* was prepared with 0.1",
             tiny(own_copy, data__val_fraction=0.2), tmp_path / "w")
-    refused(damage(own_copy, kind), tiny(own_copy), tmp_path / "w")
+    name, change, says = DAMAGE[kind]
+    (own_copy / name).write_bytes(change((own_copy / name).read_bytes()))
+    refused(says, tiny(own_copy), tmp_path / "w")
     assert not (tmp_path / "w").exists()
 
 
@@ -278,24 +271,20 @@ def test_a_file_changed_under_a_run_is_noticed(own_copy, tmp_path, monkeypatch):
     monkeypatch.setattr(sequence_batches, "WINDOW_STEPS", 4)
     ready = prepare(tiny(own_copy), Ddp(), tmp_path / "w")
     assert ready.plan.windows > 1
-    with pytest.raises(OSError, match=damage(own_copy, "hole")):
+    tokens = own_copy / "train" / "tokens.bin"
+    data = tokens.read_bytes()
+    tokens.write_bytes(data[:1000].ljust(len(data), b"\0"))      # as if half copied
+    with pytest.raises(OSError, match="is damaged or was changed"):
         train(ready, Ddp())
 
 
-def test_a_run_begun_from_fasta_goes_on_from_a_staged_folder_that_stays_as_it_is(
-        fasta, straight, prepared, own_copy, tmp_path):
-    before = sorted(prepared.rglob("*"))
-    stage = tmp_path / "stage"
+def test_a_run_begun_from_fasta_goes_on_from_a_prepared_folder_that_stays_as_it_is(
+        fasta, straight, prepared, tmp_path):
+    before = {path: path.stat().st_mtime_ns for path in prepared.parent.rglob("*")}
     run(tiny(fasta, training__n_iters=7), tmp_path / "w")
-    run(tiny(prepared), tmp_path / "w", stage=prepared.parent)             # beside the original
-    assert sorted(prepared.rglob("*")) == before and [prepared] == list(prepared.parent.iterdir())
+    run(tiny(prepared), tmp_path / "w")
+    assert {path: path.stat().st_mtime_ns for path in prepared.parent.rglob("*")} == before
     same_weights(straight, tmp_path / "w")
-    ready = prepare(tiny(prepared), Ddp(), tmp_path / "v", stage=stage)
-    assert list(stage.iterdir()) == []                                     # while it is read
-    assert train(ready, Ddp())["step"] == 12
-    refused(damage(own_copy, "hole"), tiny(own_copy), tmp_path / "x", stage=stage)
-    refused("--stage copies a folder made by", tiny(fasta), tmp_path / "x", stage=stage)
-    assert list(stage.iterdir()) == [] and not (tmp_path / "x").exists()
 
 
 # ---- stop and go on ----

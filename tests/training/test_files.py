@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from training.files import (check_writable, check_zip, read_text, write_text_atomic,
+from training.files import (check_output, check_writable, check_zip, read_text, write_text_atomic,
                             write_whole)
 
 
@@ -89,3 +89,12 @@ def test_a_file_of_tensors_with_a_wrong_byte_is_refused(tmp_path):
     (tmp_path / "best.pt").write_bytes(content.replace(b"numbers", b"nombres", 1))
     with pytest.raises(ValueError, match="is damaged .data/0"):
         check_zip(tmp_path / "best.pt")
+
+
+def test_an_output_that_is_an_input_is_refused_by_whatever_name(tmp_path):
+    (tmp_path / "in").write_text("kept")
+    (tmp_path / "link").symlink_to(tmp_path / "in")
+    for name in ("in", "link"):
+        with pytest.raises(ValueError, match="would overwrite .*in"):
+            check_output(tmp_path / name, [tmp_path / "other", tmp_path / "in"])
+    check_output(tmp_path / "new", [tmp_path / "in"])
