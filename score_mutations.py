@@ -300,7 +300,10 @@ def read_arguments(argv):
     if abs(args.seed) >= 2**63:
         raise ValueError(f"found --seed {args.seed}; expected at most {2**63 - 1}.")
     check_picture(args)
-    check_outputs(args, [args.weights, *Path(args.weights).glob("**/*.*"), *args.proteins])
+    weights = Path(args.weights)
+    # An export is a folder; a run's folder holds its checkpoints in one.
+    in_folder = [*weights.glob("*"), *weights.glob("checkpoints/*")]
+    check_outputs(args, [weights, *in_folder, *args.proteins])
     return args
 
 

@@ -77,8 +77,7 @@ def blocks_of(protein, chain, scores):
 def draw_block(axis, title, labels, wild_types, cells, longest, limit):  # noqa: PLR0913
     """Draw one line of a heat map. Returns the image, of which the colour bar is made."""
     from matplotlib import colormaps
-    colours = colormaps["RdBu"].copy()
-    colours.set_bad(GREY)
+    colours = colormaps["RdBu"].with_extremes(bad=GREY)
     image = axis.imshow(cells, cmap=colours, vmin=-limit, vmax=limit, interpolation="nearest")
     axis.spines[:].set_visible(False)       # they would frame the empty end of a line
     marked = [(k, LETTERS_BY_KIND.index(letter)) for k, letter in enumerate(wild_types) if letter]

@@ -68,7 +68,7 @@ class TrueScores(torch.nn.Module):
         # neither X nor the mask in clean data
         self.p = torch.cat([p, torch.full((graph.vocab_size - 20,), 1e-30)])
 
-    def forward(self, xt, sigma, mask=None):
+    def forward(self, xt, sigma, mask=None, wanted=None):
         stay = torch.exp(-sigma.double())[:, None, None]
         limit = torch.full((self.graph.vocab_size,), 1 / self.graph.vocab_size)
         if self.graph.absorb:

@@ -111,7 +111,7 @@ class Recorder(TrueScores):
         super().__init__(P, ABSORB)
         self.noised = []
 
-    def forward(self, xt, sigma, mask=None):
+    def forward(self, xt, sigma, mask=None, wanted=None):
         self.noised.append(xt == self.graph.mask_id)
         return super().forward(xt, sigma, mask)
 
