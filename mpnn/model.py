@@ -21,7 +21,6 @@ github.com/dauparas/ProteinMPNN.
 from __future__ import annotations
 
 import os
-import zipfile
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -986,52 +985,6 @@ def random_proteinmpnn(seed: int, **sizes) -> ProteinMPNN:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return ProteinMPNN(**sizes)
-
-
-def load_proteinmpnn(path: str, dropout: float = 0.0,
-                     product: Callable = F.linear) -> ProteinMPNN:
-    """Read a file {num_edges, noise_level, model_state_dict, ...}, published or ours.
-
-    dropout, product: as of ProteinMPNN.
-    Returns: the model, on the CPU, in float32 and training mode.
-    Raises: ValueError naming the file and what is wrong.
-    """
-    if os.path.isdir(path):
-        best = os.path.join(path, "best_model.pt")
-        example = f", such as {best}" if os.path.isfile(best) else ""
-        raise ValueError(f"{path} is a folder; expected a file of ProteinMPNN weights{example}. "
-                         f"{PUBLISHED}")
-    if os.path.lexists(path) and not os.path.isfile(path):
-        raise ValueError(f"{path} is no file, or a link that leads to none; expected a file of "
-                         f"ProteinMPNN weights. {PUBLISHED}")
-    if not os.path.isfile(path):
-        raise ValueError(f"There is no file {path}; expected ProteinMPNN weights. {PUBLISHED}")
-    if str(path).endswith((".pkl", ".pickle")) and not zipfile.is_zipfile(path):
-        raise ValueError(f"{path} is a pickle file, as the weights of ColabDesign are, which are "
-                         f"for JAX; expected a file of PyTorch. {PUBLISHED}")
-    try:
-        problem = problem_of_zip(path)
-        if not problem:
-            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:          # a damaged file can make torch.load raise anything
-        problem = type(error).__name__
-    if problem:
-        raise ValueError(f"{path} cannot be read as a file of tensors and numbers ({problem}). "
-                         f"Fetch or write it again. {PUBLISHED}")
-    return from_checkpoint(checkpoint, dropout, path, product)
-
-
-def problem_of_zip(path):
-    """What is wrong with a file of torch.save at which torch.load does not look: it packs nothing,
-    and notes checksums. "" for one that is right, or no zip."""
-    if not zipfile.is_zipfile(path):
-        return ""
-    with zipfile.ZipFile(path) as archive:
-        if sum(part.file_size for part in archive.infolist()) > os.path.getsize(path):
-            return "it unpacks to more bytes than it has"
-        if archive.testzip() is not None:
-            return "it is damaged: a checksum is wrong"
-    return ""
 
 
 def from_checkpoint(checkpoint: Any, dropout: float = 0.0, name: str = "the checkpoint",

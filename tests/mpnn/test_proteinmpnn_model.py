@@ -10,7 +10,8 @@ from torch.overrides import TorchFunctionMode
 
 from mpnn.model import (ALPHABET, ProteinMPNN, Pssm, SharedContext, decoded_before,
                         decoding_order, decoding_steps, from_checkpoint, independent_steps,
-                        letter_log_probs, load_proteinmpnn, random_proteinmpnn, to_checkpoint)
+                        letter_log_probs, random_proteinmpnn, to_checkpoint)
+from mpnn.weights import load_proteinmpnn
 from training import fast_linear
 
 X_LETTER = 20
@@ -442,7 +443,7 @@ def test_files_of_something_else_are_refused_with_what_was_found(tmp_path):
 
 
 def test_a_file_that_unpacks_to_more_than_its_bytes_is_refused(packed):
-    with pytest.raises(ValueError, match="it unpacks to more bytes than it has"):
+    with pytest.raises(ValueError, match="unpacks to .* bytes, more than it has"):
         load_proteinmpnn(packed)
 
 
@@ -452,7 +453,7 @@ def test_a_file_with_a_wrong_byte_among_its_numbers_is_refused(tmp_path):
     torch.save(to_checkpoint(model), path)
     numbers = model.W_s.weight.detach().numpy().tobytes()
     path.write_bytes(path.read_bytes().replace(numbers, numbers[::-1]))
-    with pytest.raises(ValueError, match="a checksum is wrong"):
+    with pytest.raises(ValueError, match="is damaged"):
         load_proteinmpnn(path)
 
 
