@@ -35,7 +35,8 @@ import numpy as np
 import torch
 
 from mpnn.batches import collate_complexes
-from mpnn.model import MAX_TEMPERATURE, decoding_order, gumbel_noise, load_proteinmpnn
+from mpnn.model import MAX_TEMPERATURE, decoding_order, gumbel_noise
+from mpnn.weights import load_proteinmpnn
 from mpnn.published import find_weights
 from mpnn.official_settings import PER_STRUCTURE, read_json
 from mpnn.settings import Design, letter_bias, name_of, structure_files

@@ -31,7 +31,7 @@ from typing import NamedTuple
 import torch
 
 from ddp_setup import print0
-from mpnn.model import load_proteinmpnn
+from mpnn.weights import load_proteinmpnn
 from mpnn.published import find_weights
 from mpnn.variants import Scoring
 from mpnn.variants import score_proteins as score_with_proteinmpnn

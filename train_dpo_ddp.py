@@ -408,7 +408,7 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
     base = base._replace(model=copy.deepcopy(bare).eval())
     scorer = kind.scorer(base, [*data.train, *(data.val or [])], config, ddp)
     anew = kind.options_anew('FORMER' if resume else work_dir)
-    check_checkpoint(former, NEEDED, config, bare, anew)
+    check_checkpoint(former, NEEDED, config, anew)
     check_data(former, "pairs", data.fingerprint, anew)
     micro_batches = count_micro_batches(former, config, ddp)
     if former.state is not None and former.state["base"] != base_hash:

@@ -317,7 +317,7 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
     anew = f"--init_from {former.path}"
     # Earlier versions accepted keys of other noise types, so a resumed run may have them.
     unused = [f"noise.{name}" for name in unused_noise_keys(config.noise)]
-    check_checkpoint(former, NEEDED, config, bare, anew, unused)
+    check_checkpoint(former, NEEDED, config, anew, unused)
     check_data(former, "proteins", data.fingerprint, anew)
     micro_batches = count_micro_batches(former, config, ddp)
     reader = make_reader(config, data.train, micro_batches, ddp)

@@ -37,9 +37,9 @@ import torch
 import pairs_from_scores
 from bench.common import CONFIGS, CommandParser, read_options, run_on_ranks
 from ddp_setup import AGAIN, all_sum, broadcast, print0
+from mpnn.weights import load_proteinmpnn
 from mpnn.base import load_base
 from mpnn.dpo import ProteinMPNNScorer, native_pairs
-from mpnn.model import load_proteinmpnn
 from proteins.mutations import place_all, read_mutations
 from mpnn.pairs import Pair
 from mpnn.variants import Scoring, score_alone, score_variants

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from dpo.scorer import Base
-from mpnn.model import PUBLISHED, load_proteinmpnn, random_proteinmpnn
+from mpnn.model import PUBLISHED, random_proteinmpnn
+from mpnn.weights import load_proteinmpnn
 from mpnn.published import INSTALL, NAMES, in_folder, in_package, is_published
 from training.fast_linear import fast_linear
 

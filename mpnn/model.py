@@ -21,7 +21,6 @@ github.com/dauparas/ProteinMPNN.
 from __future__ import annotations
 
 import os
-import zipfile
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -988,52 +987,6 @@ def random_proteinmpnn(seed: int, **sizes) -> ProteinMPNN:
         return ProteinMPNN(**sizes)
 
 
-def load_proteinmpnn(path: str, dropout: float = 0.0,
-                     product: Callable = F.linear) -> ProteinMPNN:
-    """Read a file {num_edges, noise_level, model_state_dict, ...}, published or ours.
-
-    dropout, product: as of ProteinMPNN.
-    Returns: the model, on the CPU, in float32 and training mode.
-    Raises: ValueError naming the file and what is wrong.
-    """
-    if os.path.isdir(path):
-        best = os.path.join(path, "best_model.pt")
-        example = f", such as {best}" if os.path.isfile(best) else ""
-        raise ValueError(f"{path} is a folder; expected a file of ProteinMPNN weights{example}. "
-                         f"{PUBLISHED}")
-    if os.path.lexists(path) and not os.path.isfile(path):
-        raise ValueError(f"{path} is no file, or a link that leads to none; expected a file of "
-                         f"ProteinMPNN weights. {PUBLISHED}")
-    if not os.path.isfile(path):
-        raise ValueError(f"There is no file {path}; expected ProteinMPNN weights. {PUBLISHED}")
-    if str(path).endswith((".pkl", ".pickle")) and not zipfile.is_zipfile(path):
-        raise ValueError(f"{path} is a pickle file, as the weights of ColabDesign are, which are "
-                         f"for JAX; expected a file of PyTorch. {PUBLISHED}")
-    try:
-        problem = problem_of_zip(path)
-        if not problem:
-            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:          # a damaged file can make torch.load raise anything
-        problem = type(error).__name__
-    if problem:
-        raise ValueError(f"{path} cannot be read as a file of tensors and numbers ({problem}). "
-                         f"Fetch or write it again. {PUBLISHED}")
-    return from_checkpoint(checkpoint, dropout, path, product)
-
-
-def problem_of_zip(path):
-    """What is wrong with a file of torch.save at which torch.load does not look: it packs nothing,
-    and notes checksums. "" for one that is right, or no zip."""
-    if not zipfile.is_zipfile(path):
-        return ""
-    with zipfile.ZipFile(path) as archive:
-        if sum(part.file_size for part in archive.infolist()) > os.path.getsize(path):
-            return "it unpacks to more bytes than it has"
-        if archive.testzip() is not None:
-            return "it is damaged: a checksum is wrong"
-    return ""
-
-
 def from_checkpoint(checkpoint: Any, dropout: float = 0.0, name: str = "the checkpoint",
                     product: Callable = F.linear) -> ProteinMPNN:
     """ProteinMPNN from {num_edges, noise_level, model_state_dict, ...}; sizes are its tensors'.
@@ -1053,55 +1006,40 @@ def from_checkpoint(checkpoint: Any, dropout: float = 0.0, name: str = "the chec
         raise ValueError(f"{name} has {n_encoder} encoder and {n_decoder} decoder layers; expected "
                          f"at most {MAX_LAYERS} of each. {PUBLISHED}")
     ca_only = has_edge_features(weights, N_CA_FEATURES)
-    shapes = parameter_shapes(hidden_size, n_encoder, n_decoder, ca_only)
-    problems = compare_weights(weights, shapes)
-    if problems:
-        kind = "CA-only ProteinMPNN" if ca_only else "ProteinMPNN"
-        raise ValueError(f"{name} is not a {kind} of {n_encoder} + {n_decoder} layers "
-                         f"({len(problems)} differences): {'; '.join(problems[:8])}. {PUBLISHED}")
+    check_size(weights, hidden_size, n_encoder + n_decoder, name)
     # Not on device "meta": its first use imports a compiler, which takes more than a second.
     model = random_proteinmpnn(0, num_edges=num_edges, hidden_size=hidden_size,
                                n_encoder=n_encoder, n_decoder=n_decoder, dropout=dropout,
                                noise_level=noise_level, ca_only=ca_only, product=product)
-    model.load_state_dict(weights)
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        kind = "CA-only ProteinMPNN" if ca_only else "ProteinMPNN"
+        problems = " ".join(str(error).split("\n", 1)[-1].split())
+        raise ValueError(f"{name} is not a {kind} of {n_encoder} + {n_decoder} layers: "
+                         f"{problems:.400} {PUBLISHED}") from None
+    not_finite = [key for key, value in model.state_dict().items() if not value.isfinite().all()]
+    if not_finite:
+        raise ValueError(f"{name}: {not_finite[0]} has values that are not finite. {PUBLISHED}")
     return model
 
 
-def parameter_shapes(hidden_size, n_encoder, n_decoder, ca_only):
-    """{name: shape} of the network's tensors. No network of this size is built."""
-    # Each size is hidden_size times a number plus another: two small networks tell both.
-    one, two = (random_proteinmpnn(0, hidden_size=size, n_encoder=1, n_decoder=1,
-                                   ca_only=ca_only).state_dict() for size in (1, 2))
-    shapes = {}
-    for key, value in one.items():
-        shape = tuple(at_1 + (at_2 - at_1) * (hidden_size - 1)
-                      for at_1, at_2 in zip(value.shape, two[key].shape))
-        kind, _, rest = key.partition(".0.")
-        n_layers = {"encoder_layers": n_encoder, "decoder_layers": n_decoder}.get(kind)
-        if n_layers is None:
-            shapes[key] = shape
-        else:
-            shapes.update({f"{kind}.{layer}.{rest}": shape for layer in range(n_layers)})
-    return shapes
-
-
-def compare_weights(weights, shapes):
-    """List of texts: what is wrong with weights by name, which should have these shapes."""
-    problems = [f"missing {key}" for key in shapes if key not in weights]
-    problems += [f"unexpected {key}" for key in weights if key not in shapes]
-    problems += [f"{key} is {tuple(weights[key].shape)}, not {shape}"
-                 for key, shape in shapes.items()
-                 if key in weights and tuple(weights[key].shape) != shape]
-    if problems:
-        return problems
+def check_size(weights, hidden_size, n_layers, name):
+    """Refuse weights by name that hold fewer numbers than a network of this size needs, before it
+    takes memory. Raises: ValueError."""
     # A tensor can repeat the few numbers that a file holds, so as to be of any size.
     stored = {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes()
               for value in weights.values()}
     n_bytes = sum(value.numel() * value.element_size() for value in weights.values())
     if n_bytes > sum(stored.values()):
-        return [f"its tensors have {n_bytes:,} bytes, of which {sum(stored.values()):,} are stored"]
-    return [f"{key} has values that are not finite"
-            for key, value in weights.items() if not value.isfinite().all()]
+        raise ValueError(f"{name}: its tensors have {n_bytes:,} bytes, of which "
+                         f"{sum(stored.values()):,} are stored. {PUBLISHED}")
+    n_numbers = sum(value.numel() for value in weights.values())
+    fewest = 10 * n_layers * hidden_size**2   # a layer has 14 or 18 such matrices
+    if n_numbers < fewest:
+        raise ValueError(f"{name} is not a ProteinMPNN: it has {n_numbers:,} numbers; expected "
+                         f"more than {fewest:,} for {n_layers} layers of width {hidden_size:,}. "
+                         f"{PUBLISHED}")
 
 
 def checkpoint_fields(checkpoint, name):

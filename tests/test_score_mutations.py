@@ -14,7 +14,8 @@ import sample_sedd
 import score_mutations
 from launchers import ROOT, fork_ranks
 from mpnn.demo import PHI_PSI, build_backbone
-from mpnn.model import load_proteinmpnn, random_proteinmpnn, to_checkpoint
+from mpnn.model import random_proteinmpnn, to_checkpoint
+from mpnn.weights import load_proteinmpnn
 from mpnn.published import in_package
 from mpnn.variants import Scoring, score_alone, score_proteins, score_variants
 from mpnn_cases import Atoms

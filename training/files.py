@@ -100,14 +100,18 @@ def refuse_no_file(path) -> None:
 
 
 def check_zip(path) -> None:
-    """Refuse a file of torch.save of which a part has another checksum than is noted: torch.load
-    does not look.
+    """Refuse a file of torch.save that is packed, or of which a part has another checksum than is
+    noted: torch.load does not look, and torch.save packs nothing.
 
     A file that is no zip passes. Raises: ValueError."""
     if not zipfile.is_zipfile(path):
         return
     try:
         with zipfile.ZipFile(path) as archive:
+            unpacked = sum(part.file_size for part in archive.infolist())
+            if unpacked > os.path.getsize(path):
+                raise ValueError(f"{path} unpacks to {unpacked:,} bytes, more than it has; "
+                                 "expected a file of torch.save.")
             damaged = archive.testzip()
     except zipfile.BadZipFile as error:
         damaged = str(error)

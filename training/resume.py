@@ -1,7 +1,7 @@
 """The checkpoint that a run continues from: finding it, refusing one that does not fit, saving.
 
     former = start_or_continue(config, ddp, work_dir, resume, fresh)
-    check_checkpoint(former, NEEDED, config, model, anew)   # ValueError: what is wrong
+    check_checkpoint(former, NEEDED, config, anew)   # ValueError: what is wrong
     check_data(former, "proteins", fingerprint, anew)
     micro_batches = count_micro_batches(former, config, ddp)
     ...
@@ -101,14 +101,13 @@ def find_checkpoint(run_dir, resume, fresh) -> str | None:
     return str(last) if saved and not fresh else None
 
 
-def check_checkpoint(former, needed, config, model, anew, ignored=()) -> None:
-    """Refuse a checkpoint that does not fit the config and the model, or holds nan or infinity.
+def check_checkpoint(former, needed, config, anew, ignored=()) -> None:
+    """Refuse a checkpoint that does not fit the config, or holds nan or infinity.
 
     Args:
         former: a Former. Without a state, nothing is checked.
         needed: keys that the state must have.
         config: the config now; keys that may_change may differ from the checkpoint's config.
-        model: of the expected shapes.
         anew: options that start a new run from this run's weights, for messages.
         ignored: more keys that may differ.
     Raises: ValueError."""
@@ -129,21 +128,13 @@ def check_checkpoint(former, needed, config, model, anew, ignored=()) -> None:
                              "the same. Give another --work_dir, or --fresh to start over."
                              f"{further_training(anew) if same_model else ''} (Keys that may "
                              "differ are marked * in --help.)")
-        check_weights(path, state["model"], model)
+        check_weights(path, state["model"])
 
 
-def check_weights(path, weights, model) -> None:
-    """Refuse weights of other shapes than a model has, or with nan or infinity. Raises: ValueError.
+def check_weights(path, weights) -> None:
+    """Refuse weights with nan or infinity. Their shapes are compared when a model loads them.
 
-    weights: {name: tensor}, of the checkpoint at `path`."""
-    expected = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
-    found = {name: tuple(weight.shape) for name, weight in weights.items()}
-    wrong = [name for name in expected | found if expected.get(name) != found.get(name)]
-    if wrong:
-        raise ValueError(f"{path} holds another model: {len(wrong)} tensors differ, first "
-                         f"{wrong[0]}: {found.get(wrong[0], 'absent')} in the file, "
-                         f"{expected.get(wrong[0], 'absent')} by the config. Give a checkpoint of "
-                         "this model, another --work_dir, or --fresh.")
+    weights: {name: tensor}, of the checkpoint at `path`. Raises: ValueError."""
     spoilt = [name for name, weight in weights.items() if not weight.isfinite().all()]
     if spoilt:
         raise ValueError(f"{path}: {len(spoilt)} tensors of the model hold nan or infinite "

@@ -9,8 +9,9 @@ import torch.nn.functional as F
 import sample_proteinmpnn
 import score_mutations
 from mpnn.demo import demo_pairs
-from mpnn.model import (ca_frames, ca_orientation, from_checkpoint, load_proteinmpnn, quaternion,
+from mpnn.model import (ca_frames, ca_orientation, from_checkpoint, quaternion,
                         random_proteinmpnn, to_checkpoint)
+from mpnn.weights import load_proteinmpnn
 from mpnn.pairs import read_pairs
 from proteins.structures import NAMES, read_structure
 from mpnn_cases import ABSENT, BACKBONE, Atoms, changed, refusal, write

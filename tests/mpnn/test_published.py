@@ -8,7 +8,8 @@ import torch
 
 import sample_proteinmpnn
 from mpnn.batches import collate_complexes
-from mpnn.model import load_proteinmpnn, to_checkpoint
+from mpnn.model import to_checkpoint
+from mpnn.weights import load_proteinmpnn
 from mpnn.published import INSTALL, find_weights, in_folder, in_package, is_published
 from mpnn.base import path_of_base
 from proteins.structures import Complex, read_structure

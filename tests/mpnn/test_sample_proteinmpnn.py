@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import sample_proteinmpnn
-from mpnn.model import load_proteinmpnn, random_proteinmpnn, to_checkpoint
+from mpnn.model import random_proteinmpnn, to_checkpoint
+from mpnn.weights import load_proteinmpnn
 from mpnn.demo import PHI_PSI, build_backbone
 from proteins.structures import NAMES
 from mpnn_cases import Atoms

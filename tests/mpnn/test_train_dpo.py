@@ -17,8 +17,9 @@ import train_dpo_ddp
 from ddp_setup import Ddp, load_checkpoint
 from mpnn.designs import Designs
 from launchers import fork_ranks, need, read_status, run_ranks
-from mpnn.model import (ALPHABET, ProteinMPNN, from_checkpoint, load_proteinmpnn,
+from mpnn.model import (ALPHABET, ProteinMPNN, from_checkpoint,
                         random_proteinmpnn, to_checkpoint)
+from mpnn.weights import load_proteinmpnn
 from training.config import load_config
 from training.command_line import prepare_and_train
 from training.resume import hash_of

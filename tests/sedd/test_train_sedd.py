@@ -823,7 +823,7 @@ def test_bad_input_is_refused_with_one_message_and_leaves_nothing(straight, fast
              ("--config none.yaml", "none.yaml cannot be read")]
     more = [   # words after good ones, what is said about them
         ("--data data/none", "data/none does not exist", "python prepare_uniref50.py data/none"),
-        ("--datafile broken.fasta", "broken.fasta, line 4, column 3: found b'1'"),
+        ("--datafile broken.fasta", "broken.fasta, line 4, column 3: found '1'"),
         ("--data one.fasta", "data.val_fraction", "set data.val_fraction=0"),
         ("--work_dir c.yaml/run", "cannot write into", "c.yaml/run: Not a directory"),
         ("--work_dir /proc/nope", "cannot write into /proc/nope"),
