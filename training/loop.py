@@ -1,6 +1,5 @@
-"""The parts common to all training scripts: learning rate, start or resume, step, best score.
+"""The parts common to all training scripts: learning rate, step, are ranks alike, best score.
 
-    run = start_run(...)                              # at the end of a script's `prepare`
     batches = open_batches(run, dataset, loss_of, ddp)
     while ...:                                        # a step
         set_learning_rate(run)
@@ -30,10 +29,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ddp_setup import (all_sum, broadcast, gather, grad_scaler, gradient_sync, optimize_with_ipex,
-                       stop_reason, stop_wanted, unwrap_ddp, worker_init, wrap_ddp)
-from training.meter import StepMeter, make_meter
-from training.optimizer import make_optimizer
+from ddp_setup import (all_sum, broadcast, gather, gradient_sync, stop_reason, stop_wanted,
+                       unwrap_ddp, worker_init)
+from training.meter import StepMeter
 
 
 # ---------------------------------------------------------------- learning rate
@@ -94,7 +92,7 @@ def length_of_decay(optim) -> float | None:
     return optim.decay_steps
 
 
-# ---------------------------------------------------------------- start or continue
+# ---------------------------------------------------------------- a run
 @dataclass(kw_only=True)
 class Run:
     """A run, as a script's `prepare` returns it. Scripts add fields of their own."""
@@ -118,7 +116,6 @@ class Run:
     lr: float                  # full rate, scaled, as is warmup (steps)
     warmup: int
     meter: StepMeter           # measures time, memory, gradients
-    save_period: float = 0.0   # most seconds from a checkpoint to the next; 0: no limit
     saved_at: float = field(default_factory=time.monotonic)   # of the last one, or the start
     unread: Any = None         # OnTheirWay, of the last step
     requests: float = 0.0      # how many ranks ask to stop or to save, as last read
@@ -127,104 +124,6 @@ class Run:
 def is_finished(run) -> bool:
     """Whether a run has done all steps, or has stopped early for good."""
     return run.progress["finished"] == "early stop" or run.progress["step"] >= run.n_iters
-
-
-def start_run(kind, config, ddp, former, bare, item_of, *,  # noqa: PLR0913  (parts of a run)
-              steps_per_epoch, micro_batches, lr_batch, progress, seen, make_ema=None, **fields):
-    """Scale the learning rate, make sampler and optimizer, wrap the model, load the checkpoint.
-
-    Args:
-        kind: the script's class of Run.
-        former: the checkpoint that is continued, see training.resume.Former.
-        bare: the model with its initial weights, on the device. item_of: see MicroBatchSampler.
-        lr_batch: the global batch, or less if the data set is smaller; lr is scaled to this.
-        progress: the script's additions to Run.progress, with initial values.
-        seen: names of the last entries of Totals.sums; their totals over good steps are kept.
-        make_ema: function (parameters) -> moving averages of them. It is called after wrap_ddp,
-            when all ranks have the weights of rank 0.
-        fields: other fields of `kind`.
-    Returns: an instance of `kind`.
-    """
-    training = config.training
-    optim = config.optim
-    state = former.state
-    progress = {"step": 0, "best": None, "bad_evals": 0, "finished": "",
-                "bad_steps": [0, 0],   # nan or infinite: in all, and in a row up to now
-                "seen": dict.fromkeys(seen, 0),
-                **progress}
-    lr, warmup = scale_for_batch(optim.lr, optim.warmup, optim.scale, lr_batch,
-                                 optim.base_global_batch)
-    if state is not None:
-        with using_checkpoint(former.path):
-            check_rate(former, lr, warmup)
-            lr = state["lr"]
-            warmup = state["warmup"]
-            # older checkpoints lack "seen"
-            progress = progress_of({"seen": {}, **state}, progress)
-            bare.load_state_dict(state["model"])
-    n_iters = training.n_iters or training.num_epochs * steps_per_epoch
-    sampler = MicroBatchSampler(item_of, micro_batches, ddp, progress["step"], n_iters)
-    bare, optimizer = optimize_with_ipex(bare, make_optimizer(bare, lr, optim, ddp), ddp)
-    model = wrap_ddp(bare, ddp, **vars(config.ddp))
-    ema = make_ema(bare.parameters()) if make_ema else None
-    run = kind(config=config, continued_from=former.path, bare=bare, model=model,
-               optimizer=optimizer, scaler=grad_scaler(fields["dtype"], ddp), ema=ema,
-               progress=progress, sampler=sampler, n_iters=n_iters,
-               steps_per_epoch=steps_per_epoch, micro_batches=micro_batches, lr=lr, warmup=warmup,
-               meter=make_meter(config, ddp, seen), save_period=60 * training.snapshot_minutes,
-               **fields)
-    if state is not None:
-        load_optimizer(run, state)
-    return run
-
-
-@contextlib.contextmanager
-def using_checkpoint(path):
-    """In this block, which uses the content of a checkpoint, an error of any kind gets one sentence
-    that names the file. Raises: ValueError."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except (LookupError, TypeError, AttributeError, ArithmeticError, ValueError,
-            RuntimeError) as error:
-        if str(path) in str(error):   # a refusal, which names it already
-            raise
-        raise ValueError(f"{path}: its content cannot be used here ({type(error).__name__}: "
-                         f"{error}); expected what this training script saves. Give an older "
-                         "checkpoint (--resume), or --fresh to start over.") from None
-
-
-def progress_of(state, initial) -> dict:
-    """The entries of Run.progress in the state of a checkpoint; those that it lacks are as in
-    `initial`. Raises: TypeError for one of another type."""
-    progress = {}
-    for name, value in initial.items():
-        progress[name] = state.get(name, value)
-        if value is not None and type(progress[name]) is not type(value):
-            raise TypeError(f"{name} is {progress[name]!r:.60}")
-    return progress
-
-
-def check_rate(former, lr, warmup) -> None:
-    """Refuse a checkpoint with another learning rate or warm-up than the same config, data and
-    batch give now. Raises: ValueError.
-
-    former: a training.resume.Former. lr, warmup: scaled to the batch."""
-    path, state = former
-    if not math.isclose(state["lr"], lr, rel_tol=1e-6) or state["warmup"] != warmup:
-        raise ValueError(f"{path} has the learning rate {state['lr']:g} and {state['warmup']:g} "
-                         f"steps of warm-up; expected {lr:g} and {warmup}, which the config gives. "
-                         "Give an older checkpoint (--resume), or --fresh to start over.")
-
-
-def load_optimizer(run, state):
-    """Continue with optimizer, scaler and averages of a checkpoint. Raises: ValueError."""
-    with using_checkpoint(run.continued_from):
-        run.optimizer.load_state_dict(state["optimizer"])
-        run.scaler.load_state_dict(state["scaler"])
-        if run.ema is not None:
-            run.ema.load_state_dict(state["ema"])
 
 
 # ---------------------------------------------------------------- the step
@@ -416,9 +315,10 @@ def global_gradient(model, batches, loss_of, ddp, run=None) -> tuple[Totals, tor
 
 def save_wanted(run, ddp) -> bool:
     """Whether rank 0 asks all ranks for a checkpoint, by its clock; False on other ranks."""
-    if not ddp.is_main or not run.save_period:
+    minutes = run.config.training.snapshot_minutes
+    if not ddp.is_main or not minutes:
         return False
-    return time.monotonic() - run.saved_at >= run.save_period
+    return time.monotonic() - run.saved_at >= 60 * minutes
 
 
 def clip_gradient(run, norm) -> torch.Tensor:
