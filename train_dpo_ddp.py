@@ -527,7 +527,7 @@ def train(run, ddp):  # noqa: C901  (the loop of a run on one screen, in the ord
         if is_last and not progress["finished"]:
             progress["finished"] = "all steps done"
         if report:
-            log.metrics(step, values, run.meter.histograms)
+            log.metrics(step, values)
         if is_whole_epoch:
             run.sums.zero_()
         if progress["finished"] or save_now or save_due or reason:

@@ -444,7 +444,7 @@ def train(run, ddp):  # noqa: C901  (the loop of a run on one screen, in the ord
         if is_last and not progress["finished"]:
             progress["finished"] = "all steps done"
         if report:
-            log.metrics(step, values, run.meter.histograms)
+            log.metrics(step, values)
         sample_every = config.monitoring.sample_frequency   # 0: only at the end
         if progress["finished"] or (sample_every and step % sample_every == 0):
             write_samples(run, ddp)

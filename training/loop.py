@@ -117,7 +117,7 @@ class Run:
     warmup: int
     meter: StepMeter           # measures time, memory, gradients
     saved_at: float = field(default_factory=time.monotonic)   # of the last one, or the start
-    unread: Any = None         # OnTheirWay, of the last step
+    pending: Any = None        # Pending totals of the last step; None: they have been read
     requests: float = 0.0      # how many ranks ask to stop or to save, as last read
 
 
@@ -233,10 +233,32 @@ def unpack(packed) -> Totals:
     return Totals(packed, packed[:-N_SCALARS], *packed[-N_SCALARS:].unbind())
 
 
-class OnTheirWay(NamedTuple):
-    """Totals of a step, read a step later, so that the host does not wait for the device."""
-    packed: torch.Tensor     # on the host
-    arrived: Any             # event at the end of the copy; None: they are there
+class Pending:
+    """Totals of a step on their way to the host, which reads them a step later: so it does not wait
+    for the device.
+
+        host      queue step 1    queue step 2, read 1    queue step 3, read 2
+        device                    step 1                  step 2                  step 3
+
+    On a CPU, and where a step is reported or saved, the host reads the step that it has just
+    queued. The event at the end of the copy waits for this step only, not for work queued after
+    it."""
+
+    def __init__(self, totals):
+        self.packed = totals.packed
+        self.arrived = None   # an event; None: they are on the host
+        device = totals.packed.device
+        if device.type != "cpu":
+            self.packed = torch.empty_like(totals.packed, device="cpu", pin_memory=True)
+            self.packed.copy_(totals.packed, non_blocking=True)
+            self.arrived = getattr(torch, device.type).Event()
+            self.arrived.record()
+
+    def read(self) -> Totals:
+        """The totals, on the host. Waits until they have come."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return unpack(self.packed)
 
 
 def set_learning_rate(run) -> None:
@@ -248,7 +270,10 @@ def set_learning_rate(run) -> None:
 
 def fetch(run, batches) -> list[dict]:
     """This rank's micro-batches of the next step, a list. batches: see open_batches."""
-    return run.meter.fetch(batches, len(run.sampler.mine), run.progress["step"] + 1)
+    run.meter.begin(run.progress["step"] + 1)
+    micro_batches = [next(batches) for _ in run.sampler.mine]
+    run.meter.have(micro_batches)
+    return micro_batches
 
 
 def global_count(batches, ddp) -> torch.Tensor:
@@ -357,7 +382,7 @@ def step_optimizer(run, totals) -> None:
     run.meter.measure_layers("weights", run.bare)
     run.meter.finish(totals.sums)
     run.progress["step"] += 1
-    run.unread = to_host(totals.packed)
+    run.pending = Pending(totals)
 
 
 def take_step(run, batches, loss_of, ddp) -> tuple[Totals, torch.Tensor]:
@@ -399,13 +424,10 @@ def read_totals(run) -> None:
     """Read the totals of the last step, once: add up `seen`, count bad steps, note requests.
 
     Raises: Diverged for more bad steps in a row than training.max_bad_steps."""
-    if run.unread is None:
+    if run.pending is None:
         return
-    packed, arrived = run.unread
-    run.unread = None
-    if arrived is not None:
-        arrived.synchronize()
-    totals = unpack(packed)
+    totals = run.pending.read()
+    run.pending = None
     bad_steps, in_a_row = run.progress["bad_steps"]
     run.requests = float(totals.requests)
     if not totals.bad:
@@ -427,18 +449,6 @@ def read_totals(run) -> None:
         raise Diverged(f"step {run.progress['step']}: the loss or its gradient was nan or infinite "
                        f"in {in_a_row} steps in a row, on {n_ranks:.0f} rank(s) in the last; "
                        f"expected at most {max_bad_steps}. These steps were skipped. {ADVICE}")
-
-
-def to_host(packed) -> OnTheirWay:
-    """Start copying totals to the host. The event at the end of the copy waits for this step only,
-    not for work that is queued after it."""
-    if packed.device.type == "cpu":
-        return OnTheirWay(packed, None)
-    copy = torch.empty_like(packed, device="cpu", pin_memory=True)
-    arrived = getattr(torch, packed.device.type).Event()
-    copy.copy_(packed, non_blocking=True)
-    arrived.record()
-    return OnTheirWay(copy, arrived)
 
 
 # ---------------------------------------------------------------- are all ranks alike?

@@ -379,7 +379,7 @@ def test_where_totals_come_a_step_late_a_request_is_answered_by_one_checkpoint()
 def come_apart(ddp):
     model = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(2)))
     run = types.SimpleNamespace(bare=wrap_ddp(model, ddp), config=types.SimpleNamespace(
-        monitoring=CommonMonitoring(check_sync_every=2)), unread=None, n_iters=9,
+        monitoring=CommonMonitoring(check_sync_every=2)), pending=None, n_iters=9,
                           requests=0.0)
     fine = contextlib.nullcontext()
     told = pytest.raises(RuntimeError, match=r"1 of 3 differ from rank 0 on \S+ \(rank 2 on \S+\), "
