@@ -32,7 +32,8 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
-from ddp_setup import autocast, print0, seed_for, stop_reason
+from ddp_setup import (autocast, grad_scaler, optimize_with_ipex, print0, seed_for, stop_reason,
+                       wrap_ddp)
 from mpnn.dpo import ProteinMPNNKind
 from sedd.dpo import SeddKind
 from training.command_line import (add_run_arguments, exit_with, preparing, print_plan, ranks_meet,
@@ -43,10 +44,11 @@ from training.config import (CommonMemory, CommonMonitoring, CommonOptim, Common
 from training.finish import finish_run, say_finished
 from training.folder import take_folder
 from training.log import open_log
-from training.loop import (N_SCALARS, Run, after_step, check_alike, clip_gradient, fetch,
-                           global_gradient, is_finished, open_batches, set_learning_rate,
-                           start_run, step_optimizer, using_checkpoint)
-from training.meter import bad_steps_field, step_values
+from training.loop import (N_SCALARS, MicroBatchSampler, Run, after_step, check_alike,
+                           clip_gradient, fetch, global_gradient, is_finished, open_batches,
+                           set_learning_rate, step_optimizer)
+from training.meter import bad_steps_field, make_meter, step_values
+from training.optimizer import make_optimizer
 from dpo.pair_plan import PairPlan
 from training.parser import Parser
 from training.plan import describe_batch, describe_run, plan_head, plan_table, print_lines
@@ -57,8 +59,9 @@ from dpo.reference import Reference, make_tables
 from dpo.scorer import Likelihoods, load
 from dpo.validation import Validation
 from training.profile import StepProfile
-from training.resume import (ALWAYS_NEEDED, begin_best_anew, check_checkpoint, check_data,
-                             count_micro_batches, hash_of, save_run, start_or_continue)
+from training.resume import (ALWAYS_NEEDED, check_checkpoint, check_data, count_micro_batches,
+                             hash_of, load_optimizer, load_weights, progress_of, rate_of, save_run,
+                             start_or_continue, using_checkpoint)
 
 # model.kind -> what differs between them, see dpo/scorer.py
 KINDS = {"proteinmpnn": ProteinMPNNKind(), "sedd": SeddKind()}
@@ -426,19 +429,29 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
     if former.state is not None:
         with using_checkpoint(former.path):
             sums = torch.tensor(former.state["sums"], dtype=torch.float64).view_as(sums)
-    run = start_run(
-        DpoRun, config, ddp, former, bare, plan.item_of, steps_per_epoch=plan.steps_per_epoch,
-        micro_batches=micro_batches, lr_batch=lr_batch,
-        progress={"start": None,        # log-probability per residue of chosen ones at the start
-                  "fallen": False,      # has warned that chosen sequences become less likely
-                  "collapsed": False},  # has warned that designs become too alike
-        seen=SEEN, global_batch=batch, work_dir=work_dir, fingerprint=data.fingerprint, dtype=dtype,
-        validation=validation, pairs=data.train, base=base_hash, reference=Reference(scorer),
-        make_batch=scorer.batch_maker(data.train), sums=sums.to(ddp.device))
+    progress = progress_of(former, SEEN, {
+        "start": None,         # log-probability per residue of chosen ones at the start
+        "fallen": False,       # has warned that chosen sequences become less likely
+        "collapsed": False})   # has warned that designs become too alike
+    n_iters = training.n_iters or training.num_epochs * plan.steps_per_epoch
+    sampler = MicroBatchSampler(plan.item_of, micro_batches, ddp, progress["step"], n_iters)
+    lr, warmup = rate_of(former, config.optim, lr_batch)
+    load_weights(former, bare)
+    optimizer = make_optimizer(bare, lr, config.optim, ddp)
+    bare, optimizer = optimize_with_ipex(bare, optimizer, ddp)
+    model = wrap_ddp(bare, ddp, **vars(config.ddp))   # from here on with the weights of rank 0
+    run = DpoRun(
+        config=config, work_dir=work_dir, continued_from=former.path, fingerprint=data.fingerprint,
+        bare=bare, model=model, dtype=dtype, optimizer=optimizer, scaler=grad_scaler(dtype, ddp),
+        lr=lr, warmup=warmup, progress=progress, sampler=sampler, validation=validation,
+        n_iters=n_iters, steps_per_epoch=plan.steps_per_epoch, micro_batches=micro_batches,
+        global_batch=batch, meter=make_meter(config, ddp, SEEN), pairs=data.train, base=base_hash,
+        reference=Reference(scorer), make_batch=scorer.batch_maker(data.train),
+        sums=sums.to(ddp.device))
+    load_optimizer(run, former)
     lines = describe_data(run, data, precision, ddp)
     print_lines(ddp, lines + describe_run(run, former.state, "pairs", lr_batch, ddp))
     take_folder(run, ddp, fresh, ("checkpoints", "reference", "designs"))
-    begin_best_anew(run, ddp, "best_model.pt")
     return run
 
 
@@ -514,7 +527,7 @@ def train(run, ddp):  # noqa: C901  (the loop of a run on one screen, in the ord
         if is_last and not progress["finished"]:
             progress["finished"] = "all steps done"
         if report:
-            log.metrics(step, values, run.meter.histograms)
+            log.metrics(step, values)
         if is_whole_epoch:
             run.sums.zero_()
         if progress["finished"] or save_now or save_due or reason:

@@ -30,7 +30,8 @@ from typing import Any, Literal
 
 import torch
 
-from ddp_setup import Ddp, autocast, broadcast, seed_for, stop_reason
+from ddp_setup import (Ddp, autocast, broadcast, grad_scaler, optimize_with_ipex, seed_for,
+                       stop_reason, wrap_ddp)
 from sedd.batches import BatchPlan, BatchReader, count_rows, sum_rows, to_device
 from sedd.data import NO_DATA, load_data, missing_data, names_no_data
 from sedd.diffusion import make_graph, score_entropy_loss, stratified_times
@@ -50,18 +51,18 @@ from training.config import (CommonMemory, CommonMonitoring, CommonOptim, Common
 from training.finish import finish_run, say_finished
 from training.folder import take_folder
 from training.log import open_log
-from training.loop import (Run, after_step, check_alike, clip_gradient, fetch, global_gradient,
-                           is_finished, micro_batches_of, open_batches, set_learning_rate,
-                           start_run, step_optimizer)
-from training.meter import bad_steps_field, step_values
-from training.optimizer import state_bytes
+from training.loop import (MicroBatchSampler, Run, after_step, check_alike, clip_gradient, fetch,
+                           global_gradient, is_finished, micro_batches_of, open_batches,
+                           set_learning_rate, step_optimizer)
+from training.meter import bad_steps_field, make_meter, step_values
+from training.optimizer import make_optimizer, state_bytes
 from training.parser import Parser
 from training.peak import choose_peak
 from training.plan import describe_batch, describe_run, plan_head, plan_table, print_lines
 from training.precision import choose_precision, compile_blocks
 from training.profile import StepProfile
-from training.resume import (ALWAYS_NEEDED, begin_best_anew, check_checkpoint, check_data,
-                             count_micro_batches, start_or_continue)
+from training.resume import (ALWAYS_NEEDED, check_checkpoint, check_data, count_micro_batches,
+                             load_optimizer, load_weights, progress_of, rate_of, start_or_continue)
 
 
 # ---------------------------------------------------------------- config
@@ -172,6 +173,7 @@ class Config:
 
 
 NEEDED = (*ALWAYS_NEEDED, "ema", "plan")    # what a checkpoint must hold
+SEEN = ("residues", "tokens")   # counts of what a run has trained on so far
 
 
 def check_config(config):
@@ -334,23 +336,29 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
     if data.val is not None:
         val = apply_max_length(data.val, config.data.max_length, config.data.long)
         validation = Validation(val, config, graph, noise, letters, data.source)
-
-    def make_ema(parameters):
-        return EMA(parameters, config.optim.ema)
-
-    run = start_run(
-        SeddRun, config, ddp, former, bare, reader.item_of, steps_per_epoch=plan.steps_per_epoch,
-        micro_batches=micro_batches, lr_batch=lr_batch, make_ema=make_ema,
-        progress={"recent": [0.0, 0.0]},   # logged losses since the last evaluation: sum, number
-        seen=("residues", "tokens"), global_batch=batch, work_dir=work_dir,
-        fingerprint=data.fingerprint, dtype=dtype, validation=validation, letters=letters,
-        graph=graph, noise=noise, plan=plan, init_from=init_from)
+    progress = progress_of(former, SEEN, {
+        "recent": [0.0, 0.0]})   # logged losses since the last evaluation: sum, number
+    n_iters = config.training.n_iters or config.training.num_epochs * plan.steps_per_epoch
+    sampler = MicroBatchSampler(reader.item_of, micro_batches, ddp, progress["step"], n_iters)
+    lr, warmup = rate_of(former, config.optim, lr_batch)
+    load_weights(former, bare)
+    optimizer = make_optimizer(bare, lr, config.optim, ddp)
+    bare, optimizer = optimize_with_ipex(bare, optimizer, ddp)
+    model = wrap_ddp(bare, ddp, **vars(config.ddp))   # from here on with the weights of rank 0
+    run = SeddRun(
+        config=config, work_dir=work_dir, continued_from=former.path, fingerprint=data.fingerprint,
+        bare=bare, model=model, ema=EMA(bare.parameters(), config.optim.ema), dtype=dtype,
+        optimizer=optimizer, scaler=grad_scaler(dtype, ddp), lr=lr, warmup=warmup,
+        progress=progress, sampler=sampler, validation=validation, n_iters=n_iters,
+        steps_per_epoch=plan.steps_per_epoch, micro_batches=micro_batches, global_batch=batch,
+        meter=make_meter(config, ddp, SEEN), letters=letters, graph=graph, noise=noise, plan=plan,
+        init_from=init_from)
+    load_optimizer(run, former)
     if not is_finished(run):
         reader.item_of(run.progress["step"], run.sampler.mine[0])   # raises if data is damaged
     lines += describe_data(run, data, precision + compiled, ddp) + measure_mfu(run, ddp)
     print_lines(ddp, lines + describe_run(run, former.state, plan.counted_in, lr_batch, ddp))
     take_folder(run, ddp, fresh, ("checkpoints", "samples"))
-    begin_best_anew(run, ddp, "checkpoints/best.pt")
     return run
 
 
@@ -436,7 +444,7 @@ def train(run, ddp):  # noqa: C901  (the loop of a run on one screen, in the ord
         if is_last and not progress["finished"]:
             progress["finished"] = "all steps done"
         if report:
-            log.metrics(step, values, run.meter.histograms)
+            log.metrics(step, values)
         sample_every = config.monitoring.sample_frequency   # 0: only at the end
         if progress["finished"] or (sample_every and step % sample_every == 0):
             write_samples(run, ddp)

@@ -163,7 +163,7 @@ def time_block(run, setting, first, n, dataset, loss_of, ddp):
     run.sampler.last = first + n + 1
     run.progress["step"] = first
     run.meter = StepMeter(place, timing_every=1, seen=run.meter.seen)
-    run.unread = None
+    run.pending = None
     batches = open_batches(run, dataset, loss_of, place)
     barrier(ddp)
     for _ in range(n + 1):

@@ -20,8 +20,7 @@ import torch
 
 from ddp_setup import broadcast
 from training.config import MOST_STEPS, config_to_dict, key, read_fields
-from training.loop import using_checkpoint
-from training.resume import hash_of
+from training.resume import hash_of, using_checkpoint
 from training.files import check_zip, read_text, write_text_atomic, write_whole
 from sedd.diffusion import make_graph, make_noise
 from sedd.fast_cpu import FastSEDD

@@ -5,11 +5,13 @@ import types
 
 import torch
 
-from ddp_setup import Ddp
+from ddp_setup import Ddp, grad_scaler, wrap_ddp
 from sedd.model import EMA
 from training.config import CommonMonitoring, CommonOptim, CommonTraining, DdpSection
-from training.loop import Run, open_batches, read_totals, start_run, take_step
-from training.resume import Former
+from training.loop import MicroBatchSampler, Run, open_batches, read_totals, take_step
+from training.meter import make_meter
+from training.optimizer import make_optimizer
+from training.resume import Former, progress_of
 
 WIDTH = 3
 
@@ -61,14 +63,18 @@ def toy(n_iters=10, micro_batches=2, lr=0.5, warmup=0,  # noqa: PLR0913  (settin
         training=CommonTraining(accum=micro_batches, **training), optim=optim,
         monitoring=CommonMonitoring(check_sync_every=0, timing_every=0), ddp=DdpSection())
     config.training.n_iters = n_iters
-    run = start_run(Run, config, ddp, Former(None, None), model, lambda *item: item, lr_batch=4,
-                    steps_per_epoch=5, micro_batches=micro_batches, progress={}, seen=(),
-                    make_ema=ema and (lambda p: EMA(p, ema)), dtype=torch.float32, work_dir=None,
-                    fingerprint={}, validation=None, global_batch=4)
-    run.meter = meter or run.meter
+    wrapped = wrap_ddp(model, ddp)
+    made = make_optimizer(model, lr, optim, ddp)
     if optimizer == "sgd":
-        run.optimizer = torch.optim.SGD(model.parameters(), lr=lr, fused=True)
-    return run
+        made = torch.optim.SGD(model.parameters(), lr=lr, fused=True)
+    progress = progress_of(Former(None, None), (), {})
+    sampler = MicroBatchSampler(lambda *item: item, micro_batches, ddp, 0, n_iters)
+    return Run(config=config, work_dir=None, continued_from=None, fingerprint={}, bare=model,
+               model=wrapped, optimizer=made, scaler=grad_scaler(torch.float32, ddp),
+               ema=ema and EMA(model.parameters(), ema), dtype=torch.float32, progress=progress,
+               sampler=sampler, validation=None, n_iters=n_iters, steps_per_epoch=5,
+               micro_batches=micro_batches, global_batch=4, lr=lr, warmup=warmup,
+               meter=meter or make_meter(config, ddp, ()))
 
 
 def steps(run, n, scale=1.0, ddp=Ddp(), loss_of=loss_of):

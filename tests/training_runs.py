@@ -22,7 +22,7 @@ SCRIPTS = {"sedd": train_sedd_ddp, "dpo": train_dpo_ddp}
 
 # Beginnings of the names of metrics that differ between equal runs, by time or number of ranks.
 CLOCK = ("residues_per_second", "pairs_per_second", "tokens_per_second", "mfu",
-         "data_wait", "time/", "memory/", "device/", "ddp/")
+         "data_wait", "time/", "memory/", "ddp/")
 
 
 @pytest.fixture(scope="module", autouse=True)

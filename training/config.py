@@ -279,8 +279,7 @@ class CommonMonitoring:
     timing_every: int = key(50, least=0, may_change=True,
                             help="steps between timed steps (training/meter.py); 0: never")
     log_gradients: bool = key(False, may_change=True,
-                              help="each log_freq steps, the norm per layer, before clipping; "
-                                   "TensorBoard and W&B also get histograms")
+                              help="each log_freq steps, the norm per layer, before clipping")
     log_weights: bool = key(False, may_change=True, help="the same of the weights")
 
 

@@ -23,13 +23,8 @@ def take_folder(run, ddp, fresh, folders) -> None:
 
     fresh: rename a former run's folder. folders: names of subfolders in which a killed run may have
     left unfinished files.
-    Raises: ValueError if an unfinished run has no step left to do, or another run has the folder;
-    OSError."""
+    Raises: ValueError if another run has the folder; OSError."""
     if is_finished(run):
-        if not run.progress["finished"]:   # it stopped early, and n_iters has been lowered since
-            raise ValueError(f"{run.continued_from} is of step {run.progress['step']:,} of a run "
-                             f"that is not finished, and training.n_iters or num_epochs asks for "
-                             f"{run.n_iters:,} steps; expected more.")
         end_watch(ddp)
         return
     if fresh and ddp.is_main:

@@ -72,12 +72,11 @@ class RunLog:
             self.say(f"ATTENTION: {name} is not used: {type(error).__name__}: {reason}")
             return False
 
-    def metrics(self, step, values, histograms=None):
+    def metrics(self, step, values):
         """Append one row {"step": step, **values}; other processes see it when this returns.
 
         values: numbers, or texts such as a host name. nan and infinities are written as null: JSON
         cannot express them, and tables read null as missing.
-        histograms: {name: training.meter.Histogram}, for trackers only.
         """
         if not self.is_main:
             return
@@ -94,7 +93,7 @@ class RunLog:
         known = {name: value for name, value in row.items() if value is not None}
         working = []
         for tracker in self.trackers:
-            if self._try(tracker.name, tracker.log, step, known, histograms or {}):
+            if self._try(tracker.name, tracker.log, step, known):
                 working.append(tracker)
         self.trackers = working
 

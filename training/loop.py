@@ -1,6 +1,5 @@
-"""The parts common to all training scripts: learning rate, start or resume, step, best score.
+"""The parts common to all training scripts: learning rate, step, are ranks alike, best score.
 
-    run = start_run(...)                              # at the end of a script's `prepare`
     batches = open_batches(run, dataset, loss_of, ddp)
     while ...:                                        # a step
         set_learning_rate(run)
@@ -30,10 +29,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ddp_setup import (all_sum, broadcast, gather, grad_scaler, gradient_sync, optimize_with_ipex,
-                       stop_reason, stop_wanted, unwrap_ddp, worker_init, wrap_ddp)
-from training.meter import StepMeter, make_meter
-from training.optimizer import make_optimizer
+from ddp_setup import (all_sum, broadcast, gather, gradient_sync, stop_reason, stop_wanted,
+                       unwrap_ddp, worker_init)
+from training.meter import StepMeter
 
 
 # ---------------------------------------------------------------- learning rate
@@ -94,7 +92,7 @@ def length_of_decay(optim) -> float | None:
     return optim.decay_steps
 
 
-# ---------------------------------------------------------------- start or continue
+# ---------------------------------------------------------------- a run
 @dataclass(kw_only=True)
 class Run:
     """A run, as a script's `prepare` returns it. Scripts add fields of their own."""
@@ -118,113 +116,14 @@ class Run:
     lr: float                  # full rate, scaled, as is warmup (steps)
     warmup: int
     meter: StepMeter           # measures time, memory, gradients
-    save_period: float = 0.0   # most seconds from a checkpoint to the next; 0: no limit
     saved_at: float = field(default_factory=time.monotonic)   # of the last one, or the start
-    unread: Any = None         # OnTheirWay, of the last step
+    pending: Any = None        # Pending totals of the last step; None: they have been read
     requests: float = 0.0      # how many ranks ask to stop or to save, as last read
 
 
 def is_finished(run) -> bool:
     """Whether a run has done all steps, or has stopped early for good."""
     return run.progress["finished"] == "early stop" or run.progress["step"] >= run.n_iters
-
-
-def start_run(kind, config, ddp, former, bare, item_of, *,  # noqa: PLR0913  (parts of a run)
-              steps_per_epoch, micro_batches, lr_batch, progress, seen, make_ema=None, **fields):
-    """Scale the learning rate, make sampler and optimizer, wrap the model, load the checkpoint.
-
-    Args:
-        kind: the script's class of Run.
-        former: the checkpoint that is continued, see training.resume.Former.
-        bare: the model with its initial weights, on the device. item_of: see MicroBatchSampler.
-        lr_batch: the global batch, or less if the data set is smaller; lr is scaled to this.
-        progress: the script's additions to Run.progress, with initial values.
-        seen: names of the last entries of Totals.sums; their totals over good steps are kept.
-        make_ema: function (parameters) -> moving averages of them. It is called after wrap_ddp,
-            when all ranks have the weights of rank 0.
-        fields: other fields of `kind`.
-    Returns: an instance of `kind`.
-    """
-    training = config.training
-    optim = config.optim
-    state = former.state
-    progress = {"step": 0, "best": None, "bad_evals": 0, "finished": "",
-                "bad_steps": [0, 0],   # nan or infinite: in all, and in a row up to now
-                "seen": dict.fromkeys(seen, 0),
-                **progress}
-    lr, warmup = scale_for_batch(optim.lr, optim.warmup, optim.scale, lr_batch,
-                                 optim.base_global_batch)
-    if state is not None:
-        with using_checkpoint(former.path):
-            check_rate(former, lr, warmup)
-            lr = state["lr"]
-            warmup = state["warmup"]
-            # older checkpoints lack "seen"
-            progress = progress_of({"seen": {}, **state}, progress)
-            bare.load_state_dict(state["model"])
-    n_iters = training.n_iters or training.num_epochs * steps_per_epoch
-    sampler = MicroBatchSampler(item_of, micro_batches, ddp, progress["step"], n_iters)
-    bare, optimizer = optimize_with_ipex(bare, make_optimizer(bare, lr, optim, ddp), ddp)
-    model = wrap_ddp(bare, ddp, **vars(config.ddp))
-    ema = make_ema(bare.parameters()) if make_ema else None
-    run = kind(config=config, continued_from=former.path, bare=bare, model=model,
-               optimizer=optimizer, scaler=grad_scaler(fields["dtype"], ddp), ema=ema,
-               progress=progress, sampler=sampler, n_iters=n_iters,
-               steps_per_epoch=steps_per_epoch, micro_batches=micro_batches, lr=lr, warmup=warmup,
-               meter=make_meter(config, ddp, seen), save_period=60 * training.snapshot_minutes,
-               **fields)
-    if state is not None:
-        load_optimizer(run, state)
-    return run
-
-
-@contextlib.contextmanager
-def using_checkpoint(path):
-    """In this block, which uses the content of a checkpoint, an error of any kind gets one sentence
-    that names the file. Raises: ValueError."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except (LookupError, TypeError, AttributeError, ArithmeticError, ValueError,
-            RuntimeError) as error:
-        if str(path) in str(error):   # a refusal, which names it already
-            raise
-        raise ValueError(f"{path}: its content cannot be used here ({type(error).__name__}: "
-                         f"{error}); expected what this training script saves. Give an older "
-                         "checkpoint (--resume), or --fresh to start over.") from None
-
-
-def progress_of(state, initial) -> dict:
-    """The entries of Run.progress in the state of a checkpoint; those that it lacks are as in
-    `initial`. Raises: TypeError for one of another type."""
-    progress = {}
-    for name, value in initial.items():
-        progress[name] = state.get(name, value)
-        if value is not None and type(progress[name]) is not type(value):
-            raise TypeError(f"{name} is {progress[name]!r:.60}")
-    return progress
-
-
-def check_rate(former, lr, warmup) -> None:
-    """Refuse a checkpoint with another learning rate or warm-up than the same config, data and
-    batch give now. Raises: ValueError.
-
-    former: a training.resume.Former. lr, warmup: scaled to the batch."""
-    path, state = former
-    if not math.isclose(state["lr"], lr, rel_tol=1e-6) or state["warmup"] != warmup:
-        raise ValueError(f"{path} has the learning rate {state['lr']:g} and {state['warmup']:g} "
-                         f"steps of warm-up; expected {lr:g} and {warmup}, which the config gives. "
-                         "Give an older checkpoint (--resume), or --fresh to start over.")
-
-
-def load_optimizer(run, state):
-    """Continue with optimizer, scaler and averages of a checkpoint. Raises: ValueError."""
-    with using_checkpoint(run.continued_from):
-        run.optimizer.load_state_dict(state["optimizer"])
-        run.scaler.load_state_dict(state["scaler"])
-        if run.ema is not None:
-            run.ema.load_state_dict(state["ema"])
 
 
 # ---------------------------------------------------------------- the step
@@ -334,10 +233,32 @@ def unpack(packed) -> Totals:
     return Totals(packed, packed[:-N_SCALARS], *packed[-N_SCALARS:].unbind())
 
 
-class OnTheirWay(NamedTuple):
-    """Totals of a step, read a step later, so that the host does not wait for the device."""
-    packed: torch.Tensor     # on the host
-    arrived: Any             # event at the end of the copy; None: they are there
+class Pending:
+    """Totals of a step on their way to the host, which reads them a step later: so it does not wait
+    for the device.
+
+        host      queue step 1    queue step 2, read 1    queue step 3, read 2
+        device                    step 1                  step 2                  step 3
+
+    On a CPU, and where a step is reported or saved, the host reads the step that it has just
+    queued. The event at the end of the copy waits for this step only, not for work queued after
+    it."""
+
+    def __init__(self, totals):
+        self.packed = totals.packed
+        self.arrived = None   # an event; None: they are on the host
+        device = totals.packed.device
+        if device.type != "cpu":
+            self.packed = torch.empty_like(totals.packed, device="cpu", pin_memory=True)
+            self.packed.copy_(totals.packed, non_blocking=True)
+            self.arrived = getattr(torch, device.type).Event()
+            self.arrived.record()
+
+    def read(self) -> Totals:
+        """The totals, on the host. Waits until they have come."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return unpack(self.packed)
 
 
 def set_learning_rate(run) -> None:
@@ -349,7 +270,10 @@ def set_learning_rate(run) -> None:
 
 def fetch(run, batches) -> list[dict]:
     """This rank's micro-batches of the next step, a list. batches: see open_batches."""
-    return run.meter.fetch(batches, len(run.sampler.mine), run.progress["step"] + 1)
+    run.meter.begin(run.progress["step"] + 1)
+    micro_batches = [next(batches) for _ in run.sampler.mine]
+    run.meter.have(micro_batches)
+    return micro_batches
 
 
 def global_count(batches, ddp) -> torch.Tensor:
@@ -416,9 +340,10 @@ def global_gradient(model, batches, loss_of, ddp, run=None) -> tuple[Totals, tor
 
 def save_wanted(run, ddp) -> bool:
     """Whether rank 0 asks all ranks for a checkpoint, by its clock; False on other ranks."""
-    if not ddp.is_main or not run.save_period:
+    minutes = run.config.training.snapshot_minutes
+    if not ddp.is_main or not minutes:
         return False
-    return time.monotonic() - run.saved_at >= run.save_period
+    return time.monotonic() - run.saved_at >= 60 * minutes
 
 
 def clip_gradient(run, norm) -> torch.Tensor:
@@ -457,7 +382,7 @@ def step_optimizer(run, totals) -> None:
     run.meter.measure_layers("weights", run.bare)
     run.meter.finish(totals.sums)
     run.progress["step"] += 1
-    run.unread = to_host(totals.packed)
+    run.pending = Pending(totals)
 
 
 def take_step(run, batches, loss_of, ddp) -> tuple[Totals, torch.Tensor]:
@@ -499,13 +424,10 @@ def read_totals(run) -> None:
     """Read the totals of the last step, once: add up `seen`, count bad steps, note requests.
 
     Raises: Diverged for more bad steps in a row than training.max_bad_steps."""
-    if run.unread is None:
+    if run.pending is None:
         return
-    packed, arrived = run.unread
-    run.unread = None
-    if arrived is not None:
-        arrived.synchronize()
-    totals = unpack(packed)
+    totals = run.pending.read()
+    run.pending = None
     bad_steps, in_a_row = run.progress["bad_steps"]
     run.requests = float(totals.requests)
     if not totals.bad:
@@ -527,18 +449,6 @@ def read_totals(run) -> None:
         raise Diverged(f"step {run.progress['step']}: the loss or its gradient was nan or infinite "
                        f"in {in_a_row} steps in a row, on {n_ranks:.0f} rank(s) in the last; "
                        f"expected at most {max_bad_steps}. These steps were skipped. {ADVICE}")
-
-
-def to_host(packed) -> OnTheirWay:
-    """Start copying totals to the host. The event at the end of the copy waits for this step only,
-    not for work that is queued after it."""
-    if packed.device.type == "cpu":
-        return OnTheirWay(packed, None)
-    copy = torch.empty_like(packed, device="cpu", pin_memory=True)
-    arrived = getattr(torch, packed.device.type).Event()
-    copy.copy_(packed, non_blocking=True)
-    arrived.record()
-    return OnTheirWay(copy, arrived)
 
 
 # ---------------------------------------------------------------- are all ranks alike?

@@ -17,17 +17,14 @@ step is timed, so that such reports are few, but a run of a minute has some.
 """
 import contextlib
 import itertools
-import math
 import sys
 import time
-from typing import NamedTuple
 
 import torch
 
 from ddp_setup import all_sum
 
 PARTS = ("data", "compute", "exchange", "optimizer")
-BINS = 64     # per histogram
 
 
 class StepMeter:
@@ -37,17 +34,14 @@ class StepMeter:
         timing_every: steps from one timed step to the next; 0: none is timed.
         log_freq: steps from one measurement of the layers to the next.
         layers: what is measured layer by layer, on rank 0: "gradients", "weights", both or none.
-        with_histograms: whether histograms are made too.
         seen: names of the last entries of a step's sums, whose throughput is reported.
     """
 
-    def __init__(self, ddp, timing_every=0, log_freq=1, layers=(), with_histograms=False,
-                 seen=("items",)):
+    def __init__(self, ddp, timing_every=0, log_freq=1, layers=(), seen=("items",)):
         self.ddp = ddp
         self.timing_every = timing_every
         self.log_freq = log_freq
         self.layers = layers if ddp.is_main else ()
-        self.with_histograms = with_histograms
         self.seen = seen
         self.reports = 0
         self.flops_of = None     # see count_flops
@@ -64,7 +58,6 @@ class StepMeter:
         self.counts = 0.0      # of what `seen` names
         self.timed = []        # laps of the timed steps
         self.norms = {}
-        self.histograms = {}
 
     def count_flops(self, flops_of, peak):
         """Report MFU from now on. flops_of: function (micro-batch) -> FLOP of forward and backward
@@ -72,18 +65,19 @@ class StepMeter:
         self.flops_of = flops_of
         self.peak = peak
 
-    def fetch(self, batches, number, step):
-        """Begin step `step`: the next `number` micro-batches of the iterator `batches`."""
+    def begin(self, step):
+        """Step `step` begins: from now on this rank waits for its micro-batches."""
         self.step = step
-        begin = time.perf_counter()
+        self.began = time.perf_counter()
         if self.timing_every and step % self.timing_every == 0:
             self.laps = [("", self._stamp())]
-        fetched = [next(batches) for _ in range(number)]
-        self.waited += time.perf_counter() - begin
+
+    def have(self, micro_batches):
+        """They are here: the wait ends."""
+        self.waited += time.perf_counter() - self.began
         if self.flops_of is not None:
-            self.flops += sum(map(self.flops_of, fetched))
+            self.flops += sum(map(self.flops_of, micro_batches))
         self.lap("data")
-        return fetched
 
     def lap(self, part):
         """Count the time since the last lap as `part`, if this step is timed."""
@@ -122,7 +116,7 @@ class StepMeter:
         self.steps += 1
 
     def measure_layers(self, kind, model):
-        """Norms, perhaps histograms, of the model's `kind` ("gradients", "weights") by layer.
+        """Norms of the model's `kind` ("gradients", "weights") by layer.
 
         The time of this is not counted in any part of the step."""
         if kind not in self.layers or self.step % self.log_freq:
@@ -135,10 +129,8 @@ class StepMeter:
                 groups.setdefault(layer_of(name), []).append(tensor)
         norms = torch.stack([torch.nn.utils.get_total_norm(tensors, foreach=True)
                              for tensors in groups.values()]).tolist()
-        for (layer, tensors), norm in zip(groups.items(), norms):
+        for layer, norm in zip(groups, norms):
             self.norms[f"{kind}/{layer}"] = norm
-            if self.with_histograms and math.isfinite(norm):
-                self.histograms[f"histograms/{kind}/{layer}"] = histogram_of(tensors)
         self.lap("")
 
     def report(self):
@@ -160,16 +152,13 @@ class StepMeter:
         """Metrics that need the timed steps of all ranks, by name. A collective."""
         steps = [seconds_by_part(laps) for laps in self.timed]
         own = [sum(step[part] for step in steps) for part in PARTS]
-        table = torch.zeros(self.ddp.world_size, len(PARTS) + 2, dtype=torch.float64)
-        table[self.ddp.rank] = torch.tensor([*own, peak_memory(self.ddp.device),
-                                             utilization(self.ddp.device)])
-        spent, memory, used = all_sum(table, self.ddp).split([len(PARTS), 1, 1], 1)
+        table = torch.zeros(self.ddp.world_size, len(PARTS) + 1, dtype=torch.float64)
+        table[self.ddp.rank] = torch.tensor([*own, peak_memory(self.ddp.device)])
+        spent, memory = all_sum(table, self.ddp).split([len(PARTS), 1], 1)
         shares = spent.sum(0) / spent.sum()
         values = {f"time/{part}": float(share) for part, share in zip(PARTS, shares)}
         values["memory/peak_gb_least"] = float(memory.min())
         values["memory/peak_gb_most"] = float(memory.max())
-        if used.isfinite().any():
-            values["device/utilization"] = float(used.nanmean())
         if self.ddp.world_size > 1:
             hosts = self.ddp.hosts
             working = spent.sum(1) - spent[:, PARTS.index("exchange")]
@@ -196,9 +185,7 @@ def make_meter(config, ddp, seen) -> StepMeter:
         layers.append("gradients")
     if monitoring.log_weights:
         layers.append("weights")
-    has_tracker = monitoring.tensorboard or monitoring.wandb is not None
-    return StepMeter(ddp, monitoring.timing_every, config.training.log_freq, layers, has_tracker,
-                     seen)
+    return StepMeter(ddp, monitoring.timing_every, config.training.log_freq, layers, seen)
 
 
 def step_values(run, norm, ddp) -> dict:
@@ -246,25 +233,6 @@ def layer_of(name) -> str:
     return f"{first}.{number}" if number.isdecimal() else first
 
 
-class Histogram(NamedTuple):
-    """Histogram of all numbers of a layer. edges: those of the bins, one more than counts."""
-    counts: list
-    edges: list
-    total: float      # sum of the numbers
-    squares: float    # sum of their squares
-
-
-def histogram_of(tensors) -> Histogram:
-    """The Histogram of all numbers in these tensors, which must be finite."""
-    flat = torch.cat([tensor.flatten() for tensor in tensors]).float()
-    four = torch.stack([*flat.aminmax(), flat.sum(), flat.square().sum()])   # read at once
-    low, high, total, squares = four.tolist()
-    if low == high:     # all numbers are equal, as in weights that start at zero
-        high = low + (abs(low) or 1.0)
-    edges = torch.linspace(low, high, BINS + 1, dtype=torch.float64)
-    return Histogram(torch.histc(flat, BINS, low, high).tolist(), edges.tolist(), total, squares)
-
-
 def peak_memory(device) -> float:
     """Peak memory since the start in GB: of tensors on a device, or, for a CPU, of this process."""
     if device.type != "cpu":
@@ -272,15 +240,3 @@ def peak_memory(device) -> float:
     import resource
     unit = 1 if sys.platform == "darwin" else 1024     # bytes
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
-
-
-def utilization(device) -> float:
-    """Share of the recent past in which a CUDA device was busy; nan if that is not known.
-
-    It needs the vendor's library (pynvml, amdsmi). On XPUs, asking would delay a step by 0.1 s."""
-    if device.type != "cuda":
-        return math.nan
-    try:
-        return torch.cuda.utilization(device) / 100
-    except Exception:     # many types: no library, no permission, an old driver
-        return math.nan

@@ -5,8 +5,8 @@ import textwrap
 
 from ddp_setup import print0
 from training.loop import (check_ranks, is_finished, length_of_decay, micro_batches_of,
-                           scale_for_batch, using_checkpoint)
-from training.resume import machine_differences
+                           scale_for_batch)
+from training.resume import machine_differences, using_checkpoint
 
 
 def numbers_of(option, text):

@@ -28,7 +28,6 @@ PANELS = (
     ("throughput", "residues per second", {"residues_per_second": "-"}),
     ("pairs", "pairs per second", {"pairs_per_second": "-"}),
     ("norm of the gradient", "", {"grad_norm": "~"}))
-MOST_DRAWN = 1e100    # no loss, norm or rate is larger; sums of such values stay finite
 SMOOTHED = 200    # a curve of more points is drawn as means over neighbouring points
 
 
@@ -72,22 +71,9 @@ def rows_of(folder) -> list[dict]:
         raise ValueError(f"{path} is missing or empty; expected the folder of a run that has "
                          "logged a step.")
     for row in rows:
-        check_row(path, row)
         if row.get("val/unigram_perplexity"):
             row["val/unigram"] = math.log(row["val/unigram_perplexity"])
     return rows
-
-
-def check_row(path, row) -> None:
-    """Raise ValueError, naming the file and the step, for a value that cannot be drawn."""
-    for key in ("val/unigram_perplexity", *(key for *_, styles in PANELS for key in styles)):
-        value = row.get(key)
-        is_number = type(value) in (int, float) and abs(value) < MOST_DRAWN
-        if key == "val/unigram_perplexity":
-            is_number = is_number and value >= 0
-        if value is not None and not is_number:
-            raise ValueError(f"{path}: {key} is {value!r:.40} at step {row['step']}; expected a "
-                             "number or null. Repair or remove the row.")
 
 
 def points(rows, key) -> list[list[float]]:

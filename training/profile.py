@@ -12,8 +12,6 @@ counts as time of the step before, as the metrics show. A trace that cannot be w
 the run goes on.
 """
 import contextlib
-import gzip
-import shutil
 import tempfile
 from pathlib import Path
 
@@ -79,12 +77,6 @@ class StepProfile:
 def write_trace(profiler, path) -> None:
     """Write what a torch.profiler.profile has recorded as packed JSON, whole or not at all."""
     with tempfile.TemporaryDirectory() as folder:
-        plain = Path(folder, "trace.json")
-        profiler.export_chrome_trace(str(plain))
-
-        def pack(file):
-            with gzip.GzipFile(fileobj=file, mode="wb", compresslevel=5) as packed:
-                with open(plain, "rb") as source:
-                    shutil.copyfileobj(source, packed)
-
-        write_whole(path, pack)
+        packed = Path(folder, "trace.json.gz")   # torch packs by the ending
+        profiler.export_chrome_trace(str(packed))
+        write_whole(path, lambda file: file.write(packed.read_bytes()))

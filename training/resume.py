@@ -1,16 +1,25 @@
-"""The checkpoint that a run continues from: finding it, refusing one that does not fit, saving.
+"""Start a run, or continue one: find the checkpoint, refuse one that does not fit, load it; save.
 
-    former = start_or_continue(config, ddp, work_dir, resume, fresh)
+A script's `prepare` takes these steps, and builds its Run itself:
+
+    former = start_or_continue(config, ddp, work_dir, resume, fresh)   # which checkpoint, if any
     check_checkpoint(former, NEEDED, config, anew)   # ValueError: what is wrong
     check_data(former, "proteins", fingerprint, anew)
     micro_batches = count_micro_batches(former, config, ddp)
+    lr, warmup = rate_of(former, config.optim, lr_batch)
+    progress = progress_of(former, seen, initial)
+    load_weights(former, model)
+    run = SeddRun(lr=lr, warmup=warmup, progress=progress, ...)
+    load_optimizer(run, former)
     ...
     save_run(run, log, ddp, "last.pt", keep_last=2)
 
 A run folder holds its checkpoints in checkpoints/: last.pt, the former ones last-1.pt and so on,
 and those of the best weights. A start never writes before all checks have passed.
 """
+import contextlib
 import hashlib
+import math
 import os
 import time
 from pathlib import Path
@@ -18,12 +27,12 @@ from typing import NamedTuple
 
 import torch
 
-from ddp_setup import broadcast, load_checkpoint, print0, save_checkpoint
+from ddp_setup import broadcast, load_checkpoint, save_checkpoint
 from training.config import config_differences, config_items, config_to_dict, keys_that
 from training.folder import MARKS, names_in, refuse_in_use
 from training.log import rows_up_to
 from training.loop import (ADVICE, Diverged, check_alike, check_ranks, is_finished,
-                           micro_batches_of, using_checkpoint)
+                           micro_batches_of, scale_for_batch)
 
 # What every checkpoint to continue from must hold; scripts add to it.
 ALWAYS_NEEDED = ("model", "optimizer", "scaler", "step", "best", "bad_steps", "config",
@@ -216,16 +225,97 @@ def machine_differences(state, ddp) -> str:
     return ", ".join(differences)
 
 
-def begin_best_anew(run, ddp, name) -> None:
-    """Look for the best weights from here on if their file, `name`, is not in the run folder, as
-    after --resume of a checkpoint of another folder."""
-    if is_finished(run) or not run.progress["best"]:
+# ---------------------------------------------------------------- go on from it
+def rate_of(former, optim, lr_batch) -> tuple[float, int]:
+    """(full learning rate, warm-up steps) of a run: those of its checkpoint, if there is one.
+
+    optim: the config's section. lr_batch: the global batch, or less if the data set is smaller; the
+    rate is scaled to this.
+    Raises: ValueError for a checkpoint with another rate than the same config, data and batch give
+        now."""
+    lr, warmup = scale_for_batch(optim.lr, optim.warmup, optim.scale, lr_batch,
+                                 optim.base_global_batch)
+    path, state = former
+    if state is None:
+        return lr, warmup
+    with using_checkpoint(path):
+        if not math.isclose(state["lr"], lr, rel_tol=1e-6) or state["warmup"] != warmup:
+            raise ValueError(f"{path} has the learning rate {state['lr']:g} and "
+                             f"{state['warmup']:g} steps of warm-up; expected {lr:g} and {warmup}, "
+                             "which the config gives. Give an older checkpoint (--resume), or "
+                             "--fresh to start over.")
+        return state["lr"], state["warmup"]
+
+
+def progress_of(former, seen, initial) -> dict:
+    """Run.progress at the start, or as the checkpoint has it.
+
+    seen: names of the last entries of Totals.sums; their totals over good steps are kept.
+    initial: the script's additions, with initial values."""
+    progress = {"step": 0, "best": None, "bad_evals": 0, "finished": "",
+                "bad_steps": [0, 0],   # nan or infinite: in all, and in a row up to now
+                "seen": dict.fromkeys(seen, 0),
+                **initial}
+    path, state = former
+    if state is None:
+        return progress
+    progress["seen"] = {}   # older checkpoints have none: what they have seen is not known
+    with using_checkpoint(path):
+        for name, value in progress.items():
+            if name not in state:
+                continue
+            if value is not None and type(state[name]) is not type(value):
+                raise TypeError(f"{name} is {state[name]!r:.60}")
+            progress[name] = state[name]
+    return progress
+
+
+def load_weights(former, model) -> None:
+    """Give a model, not yet wrapped in DDP, the weights of the checkpoint, if there is one."""
+    path, state = former
+    if state is not None:
+        with using_checkpoint(path):
+            model.load_state_dict(state["model"])
+
+
+def load_optimizer(run, former) -> None:
+    """Continue with optimizer, scaler and averages of the checkpoint, if there is one.
+
+    A run that goes on in another folder looks for its best weights from here on: the file of the
+    best so far is in the former folder.
+    Raises: ValueError; also if an unfinished run has no step left to do."""
+    path, state = former
+    if state is None:
         return
-    folder = Path(run.continued_from).absolute().parent.parent
-    has_best = ddp.is_main and folder.samefile(run.work_dir) and (run.work_dir / name).exists()
-    if not broadcast(has_best, ddp):
+    with using_checkpoint(path):
+        run.optimizer.load_state_dict(state["optimizer"])
+        run.scaler.load_state_dict(state["scaler"])
+        if run.ema is not None:
+            run.ema.load_state_dict(state["ema"])
+    if is_finished(run):
+        if not run.progress["finished"]:   # it stopped early, and n_iters has been lowered since
+            raise ValueError(f"{path} is of step {run.progress['step']:,} of a run that is not "
+                             "finished, and training.n_iters or num_epochs asks for "
+                             f"{run.n_iters:,} steps; expected more.")
+    elif os.path.realpath(run.work_dir) != str(Path(os.path.realpath(path)).parent.parent):
         run.progress["best"] = None
-        print0(ddp, f"{name} of the run so far is not here: the best is looked for from here on")
+
+
+@contextlib.contextmanager
+def using_checkpoint(path):
+    """In this block, which uses the content of a checkpoint, an error of any kind gets one sentence
+    that names the file. Raises: ValueError."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (LookupError, TypeError, AttributeError, ArithmeticError, ValueError,
+            RuntimeError) as error:
+        if str(path) in str(error):   # a refusal, which names it already
+            raise
+        raise ValueError(f"{path}: its content cannot be used here ({type(error).__name__}: "
+                         f"{error}); expected what this training script saves. Give an older "
+                         "checkpoint (--resume), or --fresh to start over.") from None
 
 
 # ---------------------------------------------------------------- saving

@@ -1,9 +1,8 @@
 """Send the rows of a run to TensorBoard and Weights & Biases, which need not be installed.
 
-A tracker has a `name`, log(step, row, histograms) and close(). RunLog makes and calls it, and goes
+A tracker has a `name`, log(step, row) and close(). RunLog makes and calls it, and goes
 on without it if it raises anything.
-    row:         {"step": step, name: number or text}, without null.
-    histograms:  {name: training.meter.Histogram}.
+    row: {"step": step, name: number or text}, without null.
 """
 import os
 import secrets
@@ -25,7 +24,7 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
         self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
 
-    def log(self, step, row, histograms):
+    def log(self, step, row):
         for name, value in row.items():
             if name == "step":
                 continue
@@ -33,10 +32,6 @@ class TensorBoard:
                 self.writer.add_text(name, value, step)
             else:
                 self.writer.add_scalar(name, value, step)
-        for name, found in histograms.items():
-            self.writer.add_histogram_raw(
-                name, found.edges[0], found.edges[-1], sum(found.counts), found.total,
-                found.squares, found.edges[1:], found.counts, step)
         self.writer.flush()
 
     def close(self):
@@ -69,12 +64,8 @@ class Wandb:
                               settings=wandb.Settings(**limits))
         self.run.define_metric("*", step_metric="step")
 
-    def log(self, step, row, histograms):
-        import wandb
-        values = dict(row)
-        for name, found in histograms.items():
-            values[name] = wandb.Histogram(np_histogram=(found.counts, found.edges))
-        self.run.log(values)
+    def log(self, step, row):
+        self.run.log(row)
 
     def close(self):
         self.run.finish()

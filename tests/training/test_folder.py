@@ -59,13 +59,6 @@ def test_the_folder_of_a_finished_run_is_left_alone(tmp_path):
     assert not (tmp_path / "w").exists()
 
 
-def test_a_run_that_is_not_finished_with_no_step_left_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="last.pt is of step 10 of a run that is not finished, .* "
-                                         "asks for 10 steps; expected more"):
-        take(run_in(tmp_path / "w", step=10))
-    assert not (tmp_path / "w").exists()
-
-
 def test_a_fresh_start_renames_the_former_folder_to_the_first_free_name(tmp_path, capsys):
     for number in (1, 2, 3):
         take(run_in(tmp_path / "w", n_iters=number), fresh=True)

@@ -18,9 +18,8 @@ from launchers import ROOT
 from toy_run import Blocks, Rows, loss_of as loss_of_toy, steps, toy
 from training.config import CommonMonitoring
 from training.precision import compile_blocks
-from training.resume import Former
 from sedd.fast_cpu import FastSEDD
-from training.loop import (after_step, check_rate, open_batches, read_totals, record_score,
+from training.loop import (after_step, open_batches, read_totals, record_score,
                            scale_for_batch, share_of, take_step)
 from training_runs import (SCRIPTS, dataset_of, loss_of, losses, needs_pretended_device, on_ranks,
                            take_steps, train)
@@ -171,13 +170,6 @@ def test_a_global_batch_in_which_nothing_counts_changes_nothing():
     read_totals(run)
     assert float(norm) == 0 and run.progress["bad_steps"] == [0, 0]
     torch.testing.assert_close(run.bare.state_dict(), before, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("rate", [{"lr": 1e18}, {"lr": math.nan}, {"lr": -0.5}, {"warmup": 10**9}])
-def test_a_checkpoint_with_a_rate_that_its_config_does_not_give_is_refused(rate):
-    check_rate(Former("last.pt", {"lr": 0.5, "warmup": 3}), lr=0.5, warmup=3)
-    with pytest.raises(ValueError, match="last.pt has the learning rate"):
-        check_rate(Former("last.pt", {"lr": 0.5, "warmup": 3, **rate}), lr=0.5, warmup=3)
 
 
 def test_too_many_bad_steps_in_a_row_end_the_run():
@@ -379,7 +371,7 @@ def test_where_totals_come_a_step_late_a_request_is_answered_by_one_checkpoint()
         _, save_due = after_step(run, late, at_once=False)
         due.append(save_due)
         if save_due:
-            run.save_period = 1e9
+            run.config.training.snapshot_minutes = 1e9
     end_watch(ddp)
     assert due == [False, True, False, False]
 
@@ -387,7 +379,7 @@ def test_where_totals_come_a_step_late_a_request_is_answered_by_one_checkpoint()
 def come_apart(ddp):
     model = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(2)))
     run = types.SimpleNamespace(bare=wrap_ddp(model, ddp), config=types.SimpleNamespace(
-        monitoring=CommonMonitoring(check_sync_every=2)), unread=None, n_iters=9,
+        monitoring=CommonMonitoring(check_sync_every=2)), pending=None, n_iters=9,
                           requests=0.0)
     fine = contextlib.nullcontext()
     told = pytest.raises(RuntimeError, match=r"1 of 3 differ from rank 0 on \S+ \(rank 2 on \S+\), "

@@ -31,12 +31,11 @@ def test_layers_have_the_norms_of_the_mean_gradient_before_clipping_and_of_the_n
 
     expected = norms("gradients", lambda p: p.grad)
     model.zero_grad()
-    meter = StepMeter(Ddp(), layers=("gradients", "weights"), log_freq=1, with_histograms=True)
+    meter = StepMeter(Ddp(), layers=("gradients", "weights"), log_freq=1)
     for _ in steps(toy(model=model, meter=meter, grad_clip=0.25, lr=0.1), 1, scale=100):
         found = meter.report()
     expected |= norms("weights", lambda p: p.detach())
     assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-5)
-    assert sum(meter.histograms["histograms/weights/head"].counts) == WIDTH + 1
 
 
 def test_mfu_is_the_work_of_this_rank_by_its_time_and_the_peak():

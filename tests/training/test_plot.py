@@ -23,15 +23,6 @@ def test_a_long_curve_is_drawn_as_means_over_neighbours():
     assert all(0.3 < value < 0.7 for _, value in curve)
 
 
-@pytest.mark.parametrize("row", [
-    {"loss": "x"}, {"loss": [1]}, {"lr": True}, {"val/loss": math.nan}, {"grad_norm": 10**400},
-    {"val/unigram_perplexity": -1}, {"val/unigram_perplexity": [2]}])
-def test_a_value_that_cannot_be_drawn_is_named(row, tmp_path):
-    folder = write(tmp_path / "run", {"step": 3, "loss": 2.0}, {"step": 7, **row})
-    with pytest.raises(ValueError, match=f"{next(iter(row))} is .* at step 7"):
-        rows_of(folder)
-
-
 def test_a_short_curve_is_drawn_as_it_is():
     rows = [{"step": k, "loss": float(k % 2)} for k in range(5)]
     assert points(rows, "loss") == [[k, k % 2] for k in range(5)] and not points(rows, "lr")

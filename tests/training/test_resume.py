@@ -2,18 +2,19 @@
 runs: test_train_sedd.py, test_train_dpo.py."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
 
 from ddp_setup import Ddp, load_checkpoint
 from toy_run import toy
-from training.config import CommonTraining, config_to_dict
+from training.config import CommonOptim, CommonTraining, config_to_dict
 from training.log import RunLog
 from training.loop import save_wanted
-from training.resume import (Former, begin_best_anew, check_checkpoint, check_data,
-                             count_micro_batches, find_checkpoint, hash_of, machine_differences,
-                             save_run)
+from training.resume import (Former, check_checkpoint, check_data, count_micro_batches,
+                             find_checkpoint, hash_of, load_optimizer, machine_differences,
+                             rate_of, save_run)
 
 
 @dataclasses.dataclass
@@ -154,23 +155,43 @@ def test_another_machine_is_told_by_what_may_change_the_last_bits():
     assert machine_differences(state, Ddp()) == "world_size 4 -> 1, device another -> cpu"
 
 
-def test_the_best_weights_are_those_of_the_run_folder(tmp_path):
-    for folder in ("here", "other"):
-        (tmp_path / folder / "checkpoints").mkdir(parents=True)
-        (tmp_path / folder / "checkpoints" / "last.pt").touch()
-    run = toy()
+def goes_on(run, folder):
+    """Continue a toy run from a checkpoint of its own in `folder`."""
+    state = {"step": 0, "optimizer": run.optimizer.state_dict(), "scaler": {}}
+    run.progress.update(step=3, best={"step": 2, "score": 1.0})
+    load_optimizer(run, Former(str(folder / "checkpoints" / "last.pt"), state))
+    return run.progress["best"]
+
+
+@pytest.mark.parametrize("n_iters, here, elsewhere", [
+    (9, {"step": 2, "score": 1.0}, None), (3, *2 * [{"step": 2, "score": 1.0}])])
+def test_a_run_that_goes_on_in_another_folder_looks_for_its_best_weights_anew(
+        n_iters, here, elsewhere, tmp_path):
+    """Their file stayed behind. One that has finished goes on with nothing."""
+    run = toy(n_iters=n_iters)
+    run.progress["finished"] = "all steps done" if n_iters == 3 else ""
     run.work_dir = tmp_path / "here"
+    (tmp_path / "here").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "here")
+    assert goes_on(run, tmp_path / "here") == goes_on(run, tmp_path / "link") == here
+    assert goes_on(run, tmp_path / "other") == elsewhere
 
-    def best_after(folder):
-        run.progress["best"] = {"step": 3, "score": 1.0}
-        run.continued_from = str(tmp_path / folder / "checkpoints" / "last.pt")
-        begin_best_anew(run, Ddp(), "best.pt")
-        return run.progress["best"]
 
-    assert best_after("here") is None       # no file has them
-    (tmp_path / "here" / "best.pt").touch()
-    assert best_after("here") == {"step": 3, "score": 1.0}
-    assert best_after("other") is None      # the file here is of another run
+def test_an_unfinished_run_without_a_step_left_to_do_is_refused(tmp_path):
+    run = toy(n_iters=2)
+    run.work_dir = tmp_path
+    with pytest.raises(ValueError, match="is of step 3 of a run that is not finished.*2 steps"):
+        goes_on(run, tmp_path)
+
+
+@pytest.mark.parametrize("rate", [{"lr": 1e18}, {"lr": math.nan}, {"lr": -0.5}, {"warmup": 10**9}])
+def test_a_checkpoint_with_a_rate_that_its_config_does_not_give_is_refused(rate):
+    optim = CommonOptim()
+    optim.lr = 0.5
+    optim.warmup = 3
+    assert rate_of(Former("last.pt", {"lr": 0.5, "warmup": 3}), optim, 8) == (0.5, 3)
+    with pytest.raises(ValueError, match="last.pt has the learning rate"):
+        rate_of(Former("last.pt", {"lr": 0.5, "warmup": 3, **rate}), optim, 8)
 
 
 def test_the_hash_of_weights_depends_on_names_and_numbers_and_not_on_their_order():
@@ -192,8 +213,8 @@ def test_the_rows_up_to_a_checkpoint_are_on_the_disk_before_it(tmp_path, disk_ca
 
 
 def test_the_minutes_until_a_checkpoint_begin_anew_with_each(tmp_path):
-    run = toy(snapshot_minutes=2)
-    run.config = Config()
+    run = toy()
+    run.config = Config(training=CommonTraining(snapshot_minutes=2))
     run.work_dir = tmp_path
     run.saved_at -= 130
     assert save_wanted(run, Ddp())

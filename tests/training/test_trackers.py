@@ -4,35 +4,26 @@ import sys
 import types
 from unittest import mock
 
-import numpy as np
 import pytest
-import torch
 
 from training.log import RunLog
-from training.meter import histogram_of
 from training_runs import rows
 
 
-def test_tensorboard_reads_back_numbers_histograms_and_texts_also_after_a_resume(tmp_path, extras):
+def test_tensorboard_reads_back_numbers_and_texts_also_after_a_resume(tmp_path, extras):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    numbers = torch.randn(2, 500, generator=torch.Generator().manual_seed(0))
     for first, last in ((1, 6), (4, 9)):   # the second start goes on from step 3
         log = RunLog(tmp_path, True, 9)
         log.truncate(first - 1)
         log.track({}, first - 1, tensorboard=True)
         for step in range(first, last):
-            log.metrics(step, {"loss": first + step / 8, "bad": float("nan"), "host": "n7"},
-                        {"a": histogram_of(list(numbers))})
+            log.metrics(step, {"loss": first + step / 8, "bad": float("nan"), "host": "n7"})
         log.close()
     found = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     scalars = {event.step: event.value for event in found.Scalars("loss")}
     assert scalars == {row["step"]: row["loss"] for row in rows(tmp_path)}
     assert found.Tags()["scalars"] == ["loss"] and "host/text_summary" in found.Tags()["tensors"]
-    histogram = found.Histograms("a")[0].histogram_value
-    counts, edges = np.histogram(numbers.numpy(), len(histogram.bucket))
-    assert histogram.bucket == counts.tolist() and histogram.num == 1000
-    assert [histogram.min, *histogram.bucket_limit] == pytest.approx(edges.tolist(), abs=1e-5)
 
 
 def test_wandb_offline_keeps_its_run_after_a_resume(tmp_path, monkeypatch, extras):
@@ -44,7 +35,7 @@ def test_wandb_offline_keeps_its_run_after_a_resume(tmp_path, monkeypatch, extra
         log = RunLog(tmp_path, True, 9)
         log.track({"model": {"width": 8}}, step - 1, wandb={"project": "p", "name": "n"})
         ids.add(log.trackers[0].run.id)
-        log.metrics(step, {"loss": 2.5, "host": "node7"}, {"a": histogram_of([torch.ones(3)])})
+        log.metrics(step, {"loss": 2.5, "host": "node7"})
         assert len(log.trackers) == 1                # one that fails would be left out
         log.close()
     folders = list((tmp_path / "wandb").glob("offline-run-*"))
