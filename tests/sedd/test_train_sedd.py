@@ -147,8 +147,9 @@ def gradients_of(fasta, ddp, dtype, reduction, micro, static, by_definition=Fals
             b = dataset[reader.item_of(step, k)]
             torch.manual_seed(b["seed"])
             sigma, dsigma = (b[name].to(p.dtype) for name in ("sigma", "dsigma"))
-            loss, n = score_entropy_loss(model(b["xt"], sigma, b["mask"]), sigma, dsigma, b["xt"],
-                                         b["x0"], graph, b["mask"] & (b["x0"] != X_ID))
+            log_score = model(b["xt"], sigma, b["mask"], graph.wanted(b["xt"]))
+            loss, n = score_entropy_loss(log_score, sigma, dsigma, b["xt"], b["x0"], graph,
+                                         b["mask"] & (b["x0"] != X_ID))
             total += loss.sum()
             count += n.sum() if reduction == "residue" else len(n)
         return total / count
