@@ -47,7 +47,7 @@ def make_batch(pairs: list, indices: list[int], loss: Any, seed: int,
     Returns a dict of
         S, order: (M, L) int64, the sequences and the order in which each is decoded.
         complex_row: (M,) int64, the row's complex, numbered in order of first appearance.
-        complex_keys: (U,) int64, keys of the complexes.
+        complex_keys: list of U int, keys of the complexes: the host looks them up, so no tensor.
         sequence_rows: (P, O, 2) int64, row in S of the chosen and the rejected sequence of a pair
             under each of its O orders.
         scored: (P, L) float32, 1 = residue is scored. n_scored: (P,) number of scored residues.
@@ -187,7 +187,7 @@ def collate(pairs: list, indices: Iterable[int]) -> dict[str, torch.Tensor]:
         pairs:   list of Pair.
         indices: which of them.
     Returns: dict of S and mask as of collate_complexes, and
-        complex_keys     (U,) int64
+        complex_keys     list of U int
         complex          (P,) int64, row of the pair's complex in S and mask
         chosen, rejected (P, L) int64, letters of the whole complex
         chain_M          (P, L) float32, 1 = designed; chain_M x mask[complex] is 1 where scored
@@ -196,7 +196,7 @@ def collate(pairs: list, indices: Iterable[int]) -> dict[str, torch.Tensor]:
     complexes = {pair.complex.key: pair.complex for pair in batch_pairs}
     rows = {key: row for row, key in enumerate(complexes)}
     batch = collate_complexes([*complexes.values()], ("S", "mask"))
-    batch["complex_keys"] = torch.tensor([*complexes])
+    batch["complex_keys"] = [*complexes]
     batch["complex"] = torch.tensor([rows[pair.complex.key] for pair in batch_pairs])
     batch["chosen"] = batch["S"][batch["complex"]]
     batch["rejected"] = batch["chosen"].clone()

@@ -108,7 +108,7 @@ class ProteinMPNNScorer(Scorer):
                                  seed=self.config.training.seed)
 
     def prepare(self, batch: dict) -> dict:
-        complexes = [self.complexes[key] for key in batch["complex_keys"].tolist()]
+        complexes = [self.complexes[key] for key in batch["complex_keys"]]
         prepared = to_device(batch, self.ddp.device)
         prepared["graph"] = self.graph(complexes)
         if "native" in batch:
@@ -123,7 +123,7 @@ class ProteinMPNNScorer(Scorer):
         return Output(*model(*arguments, (batch["native"], batch["native_order"])))
 
     def run_base(self, batch: dict) -> Output:
-        complexes = [self.complexes[key] for key in batch["complex_keys"].tolist()]
+        complexes = [self.complexes[key] for key in batch["complex_keys"]]
         encoding = self.encoding(complexes)
         log_probs = self.base.model.decode(encoding, batch["S"], batch["order"],
                                            batch["complex_row"], shared_context(batch))
