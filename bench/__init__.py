@@ -1,1 +1,1 @@
-"""Benchmarks of this machine: `python -m bench sedd|dpo|data|scale|card|learn|save`."""
+"""Benchmarks of this machine: `python -m bench`."""

@@ -1,1 +1,1 @@
-"""What training on preferences shares for both models: pairs, their plan, scores, metrics."""
+"""What training on preferences shares for both models: pairs, plan, Scorer, reference, metrics."""

@@ -1,1 +1,1 @@
-"""ProteinMPNN and its fine-tuning by preferences: network, structures, pairs, designs."""
+"""ProteinMPNN: network, weights, scores of variants, settings of designs, pairs and batches."""

@@ -1,1 +1,1 @@
-"""What both models stand on: letters, sequence files, structures, mutations and their tables."""
+"""What both models stand on: letters, sequence files, structures, mutations, tables, scores."""

@@ -1,1 +1,1 @@
-"""Score entropy discrete diffusion (SEDD) of protein sequences: network, mathematics, data."""
+"""Score entropy discrete diffusion (SEDD) of proteins: network, mathematics, weights, batches."""

@@ -1,1 +1,1 @@
-"""What every training script shares: the step, the run folder, the log, the command line."""
+"""What every training script shares: command line, config, step, run folder, resume, log."""
