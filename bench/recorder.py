@@ -54,7 +54,8 @@ def main(argv):
     sys.path.insert(0, checkout)
     on_cpu = arguments[arguments.index("--device") + 1] == "cpu"
     register_optimizer_step_post_hook(Recorder(int(block), on_cpu, answers))
-    importlib.import_module(script).main(arguments)
+    import_script = importlib.import_module
+    import_script(script).main(arguments)
 
 
 if __name__ == "__main__":
