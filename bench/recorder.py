@@ -6,8 +6,8 @@ For each line on stdin it takes as many steps as the number says, and prints the
 CPU, CPU seconds of the process. It ends with stdin. What the script prints goes to stderr. Nothing
 of the script is changed or called but its main(argv): torch tells of each step of an optimizer.
 """
-import importlib
 import os
+import pkgutil
 import sys
 import time
 
@@ -54,8 +54,7 @@ def main(argv):
     sys.path.insert(0, checkout)
     on_cpu = arguments[arguments.index("--device") + 1] == "cpu"
     register_optimizer_step_post_hook(Recorder(int(block), on_cpu, answers))
-    import_script = importlib.import_module
-    import_script(script).main(arguments)
+    pkgutil.resolve_name(f"{script}:main")(arguments)
 
 
 if __name__ == "__main__":

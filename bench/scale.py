@@ -141,7 +141,8 @@ def training_of(run, what, ddp):
     config = run.config
     if what == "sedd":
         dataset = train_sedd_ddp.MicroBatchDataset(run.graph, run.noise, config.data.max_length,
-                                                   run.micro_batches, config.training.seed)
+                                                   run.micro_batches, config.training.seed,
+                                                   config.loss.reduction)
 
         def loss_of(model, batch):
             return train_sedd_ddp.micro_batch_loss(model, batch, run.graph, config, ddp, run.dtype)

@@ -310,7 +310,7 @@ class OurSedd:
         self.dtype = torch.float32
         self.dataset = train_sedd_ddp.MicroBatchDataset(
             run.graph, run.noise, run.config.data.max_length, run.micro_batches,
-            run.config.training.seed)
+            run.config.training.seed, run.config.loss.reduction)
         self.batches = open_batches(run, self.dataset, self.loss_of, ddp)
         self.flops = 0.0
 
