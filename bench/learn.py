@@ -199,8 +199,8 @@ def read_arguments(argv):
     parser.add_argument("values", nargs="*", metavar="NAME=VALUE", help="of `given` in the file")
     parser.add_argument("--recipes", help="some of the file, such as shipped,no_kl")
     parser.add_argument("--seeds", help="such as 0,1,2; default: of the file")
-    parser.add_argument("--folder", type=Path, help="keeps the runs; default: runs/ and the name "
-                        "of the file")
+    parser.add_argument("--folder", type=Path, help="keeps the runs; default: runs/learn/ and the "
+                        "name of the file")
     options = parser.parse_intermixed_args(argv)
     plan = read_plan(options.file)
     for text in options.values:
@@ -221,7 +221,7 @@ def read_arguments(argv):
             plan.seeds = [int(seed) for seed in options.seeds.split(",")]
         except ValueError:
             raise ValueError(f"--seeds {options.seeds}; expected such as 0,1,2") from None
-    return plan, options.folder or Path("runs", Path(options.file).stem)
+    return plan, options.folder or Path("runs", "learn", Path(options.file).stem)
 
 
 def main(argv):
