@@ -156,7 +156,7 @@ class Table:
             mfu /= self.rates[dtype]
             differ = ", ".join(f"{x:.0e}" for x in (differences or {}).get((text, dtype), []))
             name = ", ".join(part for part in (title, name_of(dtype), text) if part)
-            print(f"| {name}: {unit} | {rate_of(plain):,.4g} | {rate_of(turns):,.4g} "
+            print(f"| {name}: {unit} | {number(rate_of(plain))} | {number(rate_of(turns))} "
                   f"| {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) "
                   f"| {f'{mfu:.0%}' if mfu else '-'} | {differ or '-'} |", flush=True)
 
@@ -177,6 +177,11 @@ def in_turns(title, sides, repeats, ddp):
 
 def rate_of(turns):
     return statistics.median(work.amount / seconds for work, seconds in turns)
+
+
+def number(rate):
+    """Text of a rate, with four digits or more."""
+    return f"{rate:,.0f}" if rate >= 1000 else f"{rate:.4g}"
 
 
 def now(ddp):
