@@ -1,144 +1,236 @@
-"""Validation perplexities of several training recipes on the same data, in a table.
+"""Recipes x seeds of any training script, each evaluated by commands: a table of mean and spread.
 
-    python -m bench learn --data proteins.fasta.gz
-    mpirun -n 2 python -m bench learn --data my.fasta --steps 5000 --seeds 0,1,2 --folder runs/learn
-    python -m bench learn --data my.fasta --recipes adamw,muon_decay optim.weight_decay=0.1
-    python -m bench learn dpo s2648.csv --lower_is_better       # of DPO: see bench/learn_dpo.py
-    python -m bench learn dpo_sedd                              # of SEDD: bench/learn_dpo_sedd.py
+    python -m bench learn configs/learn_stability.yaml table=s2648.csv
+    python -m bench learn my.yaml --recipes shipped,no_kl --seeds 0,1,2 --folder runs/mine
+    python -m bench learn my.yaml more="training.n_iters=100"        # a value of the file
 
-A recipe is a set of keys that override --config. With equal seeds all recipes see the same residues
-in the same order, and are validated on the same proteins, each under its own noise schedule. The
-runs are ordinary runs in --folder: the same command resumes a stopped bench, and does not repeat
-finished runs.
+The file (YAML) has commands with placeholders such as {run}:
+
+    given:      {table: s2648.csv, keys: ""}          # values; NAME=VALUE on the command line
+    recipes:    {shipped: {}, no_kl: {keys: loss.native_kl=0}}        # what a recipe gives instead
+    seeds:      [0, 1]
+    prepare:    [COMMAND, ...]      # once for each recipe, before its first run
+    train:      python {repo}/train_dpo_ddp.py --train_data {table} --output_dir {run}
+                training.seed={seed} {keys}
+    weights:    "{run}/latest_model.pt"
+    before:     v_48_020            # optional: weights of a first row, which are not trained
+    evaluate:   [python {repo}/score_mutations.py {weights} ..., ...]
+    numbers:    {all: 'Spearman (\\S+) over', perplexity: "val/perplexity"}       # columns
+
+{repo} is this repository, {folder} that of --folder, {run} a folder in it for each recipe and seed,
+{recipe} and {seed} name them. A command is split into words as by a shell, and no shell runs it; an
+empty value leaves no word. A column is a key of {run}/metrics.jsonl, whose last value counts, or a
+regular expression whose first group is the number in what the evaluation has printed (its last
+match). "-": not found.
+
+Each cell has the mean over seeds and, of several, the least and the largest value. Numbers are kept
+in {run}/learn.json: the same command does not repeat what was done. A training that was asked to
+stop (exit code 75) ends it with 75: the same command goes on. Another code other than 0 is an
+error. What commands print goes to {run}/learn.log.
 """
-import contextlib
-import io
-import itertools
+import json
+import math
+import re
+import shlex
+import statistics
+import subprocess
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
+import yaml
 
-from bench import learn_dpo, learn_dpo_sedd
-from bench.common import (CONFIGS, CommandParser, read_options, run_on_ranks,
-                          use_demo_proteins)
-from ddp_setup import AGAIN, broadcast, print0
-from training.config import load_config
+from ddp_setup import AGAIN, BAD_INPUT
+from training.parser import Parser
+from training.files import write_text_atomic
 from training.log import read_rows
-from training.command_line import prepare_and_train
-from train_sedd_ddp import Config, prepare, train
 
-DECAY = ["optim.decay=linear", "optim.decay_steps=0.5"]
-# cosine: draws low noise levels more often, like importance sampling of times
-SUBS_COSINE = ["model.parameterization=subs", "noise.type=cosine"]
-RECIPES = {   # the first is the baseline
-    "adamw": ["optim.name=adamw", "optim.lr=1e-3", "optim.decay=none", "optim.decay_steps=null",
-              "model.parameterization=sedd", "noise.type=loglinear"],
-    "adamw_decay": ["optim.name=adamw", "optim.lr=2e-3", *DECAY,
-                    "model.parameterization=sedd", "noise.type=loglinear"],
-    "adamw_decay_subs_cosine": ["optim.name=adamw", "optim.lr=2e-3", *DECAY, *SUBS_COSINE],
-    "muon_decay": ["optim.name=muon", "optim.lr=4e-3", *DECAY,
-                   "model.parameterization=sedd", "noise.type=loglinear"],
-    "muon_decay_subs_cosine": ["optim.name=muon", "optim.lr=4e-3", *DECAY, *SUBS_COSINE],
-}
+ROOT = Path(__file__).resolve().parents[1]
+KEPT = "learn.json"         # in the folder of a run
+LOG = "learn.log"
 
 
-def train_recipe(folder, recipe, seed, args, ddp):
-    """Train one run to its end. Returns [(step, perplexity / unigram perplexity), ...], or [] if it
-    was asked to stop. Raises: ValueError without validation proteins."""
-    work_dir = folder / f"{recipe}_{args.steps}_{seed}"
-    overrides = [*RECIPES[recipe], *args.overrides, f"training.seed={seed}",
-                 f"training.n_iters={args.steps}", f"training.eval_freq={max(args.steps // 5, 1)}",
-                 "monitoring.n_samples=1", "monitoring.sample_steps=1"]
-    config = load_config(Config, args.config, overrides, {"data.file": args.data})
-    use_demo_proteins(config)
-    if not config.data.val_fraction:
-        raise ValueError("data.val_fraction is 0; expected proteins to validate with.")
+@dataclass
+class Plan:
+    """The file, see above."""
+    train: str
+    weights: str
+    evaluate: list
+    numbers: dict
+    given: dict = field(default_factory=dict)
+    recipes: dict = field(default_factory=lambda: {"run": {}})
+    seeds: list = field(default_factory=lambda: [0])
+    prepare: list = field(default_factory=list)
+    before: str | None = None
+
+
+class Stopped(Exception):
+    """A training was asked to stop, and has saved."""
+
+
+def learn(plan, folder):
+    """Run all, and print each row of the table when it is known."""
+    names = list(plan.numbers)
+    print(f"| recipe | {' | '.join(names)} |\n|---|{'---|' * len(names)}", flush=True)
+    for number, (recipe, values) in enumerate(plan.recipes.items()):
+        place = {"repo": ROOT, "folder": folder, "recipe": recipe, **plan.given, **values}
+        folder.mkdir(parents=True, exist_ok=True)
+        for command in plan.prepare:
+            run_command(command, place, folder / f"{recipe}.log")
+        if plan.before is not None and number == 0:
+            run = folder / "before"
+            before = plan.before.format(**place)
+            print_row("before", names, [evaluate(plan, run, {**place, "seed": 0}, before)])
+        found = []
+        for seed in plan.seeds:
+            run = folder / f"{recipe}_{seed}"
+            print(f"{recipe}, seed {seed}", file=sys.stderr, flush=True)
+            found.append(evaluate(plan, run, {**place, "seed": seed}))
+        print_row(recipe, names, found)
+
+
+def evaluate(plan, run, place, weights=None):
+    """{column: number} of one run, which is trained first unless `weights` are given.
+
+    place: {placeholder: value}."""
+    place = {**place, "run": run}
+    commands = []
+    if weights is None:
+        weights = plan.weights.format(**place)
+        commands.append(plan.train)
+    place["weights"] = weights
+    commands += plan.evaluate
+    words = [words_of(command, place) for command in commands]
+    kept = run / KEPT
+    if kept.exists():
+        found = json.loads(kept.read_text())
+        if found["commands"] == words and found["numbers"].keys() == plan.numbers.keys():
+            return found["numbers"]
+    run.mkdir(parents=True, exist_ok=True)
+    printed = ""
+    for command in commands:
+        text = run_command(command, place, run / LOG)
+        if command is not plan.train:
+            printed += text
+    numbers = {name: find_number(where, printed, run) for name, where in plan.numbers.items()}
+    write_text_atomic(kept, json.dumps({"commands": words, "numbers": numbers}, indent=1) + "\n")
+    return numbers
+
+
+def run_command(command, place, log):
+    """What a command has printed, which is also added to the file `log`. Raises: Stopped;
+    ValueError if it failed."""
+    words = words_of(command, place)
+    done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                          stdin=subprocess.DEVNULL)
+    with open(log, "a") as file:
+        file.write(f"{shlex.join(words)}\n{done.stdout}")
+    if done.returncode == AGAIN:
+        raise Stopped
+    if done.returncode:
+        last = done.stdout.strip().splitlines()[-5:]
+        raise ValueError("\n".join([f"exit code {done.returncode} of {shlex.join(words)}", *last]))
+    return done.stdout
+
+
+def words_of(command, place):
+    """The words of a command, with values for its placeholders. Raises: ValueError."""
     try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            result = prepare_and_train(ddp, lambda: prepare(config, ddp, work_dir), train)
-            if "stopped" in result:
-                return []
-    except ValueError as e:
-        if "--work_dir" not in str(e):   # the message advises an option that this script lacks
-            raise
-        raise ValueError(f"{e}\nHere: another --folder, or remove {work_dir}.") from None
-    rows = read_rows(work_dir / "metrics.jsonl") if ddp.is_main else []
-    return broadcast([(row["step"], row["val/perplexity"] / row["val/unigram_perplexity"])
-                      for row in rows if "val/perplexity" in row], ddp)
+        words = shlex.split(command.format(**place))
+    except (KeyError, IndexError) as name:
+        raise ValueError(f"found the placeholder {name} in {command!r}; expected one of "
+                         f"{', '.join(sorted(place))}") from None
+    if words and words[0] == "python":
+        words[0] = sys.executable
+    return words
 
 
-def steps_to(curve, value):
-    """The step at which a falling curve first reaches `value`, by linear interpolation, or None.
-
-    curve: [(step, value), ...]."""
-    first_step, first_value = curve[0]
-    if first_value <= value:
-        return first_step
-    for (step, above), (next_step, found) in itertools.pairwise(curve):
-        if found <= value:
-            return step + (above - value) / (above - found) * (next_step - step)
-    return None
+def find_number(where, printed, run):
+    """A number by a column's description, or None."""
+    values = []
+    if "(" in where:
+        values = re.findall(where, printed)
+    elif (run / "metrics.jsonl").exists():
+        rows = read_rows(run / "metrics.jsonl")
+        values = [row[where] for row in rows if where in row]
+    return float(values[-1]) if values else None
 
 
-def describe(recipe, curves, baseline):
-    """A row of the table. curves, baseline: {seed: curve} of this recipe and of the first one."""
-    ends = [curve[-1][1] for curve in curves.values()]
-    shares = []         # steps to reach the baseline's last value, over the baseline's steps
-    for seed, curve in curves.items():
-        last_step, last_value = baseline[seed][-1]
-        step = steps_to(curve, last_value)
-        shares.append("never" if step is None else f"{step / last_step:.0%}")
-    return (f"{recipe:<26}{np.mean(ends):>8.4f}   {' '.join(f'{end:.4f}' for end in ends):<22}"
-            f"{' '.join(shares)}")
+def print_row(title, names, found):
+    """Print a row. found: [{column: number or None} of each seed]."""
+    cells = []
+    for name in names:
+        values = [numbers[name] for numbers in found if numbers[name] is not None]
+        values = [value for value in values if not math.isnan(value)]
+        if not values:
+            cells.append("-")
+        elif len(values) == 1:
+            cells.append(f"{values[0]:.4g}")
+        else:
+            cells.append(f"{statistics.mean(values):.4g} ({min(values):.4g} to {max(values):.4g})")
+    print(f"| {title} | {' | '.join(cells)} |", flush=True)
 
 
-def bench_learn(args, ddp):
-    """Train all recipes with all seeds, and print each row of the table when it is known. Returns
-    whether all runs finished."""
-    folder = Path(args.folder)
-    found = {recipe: {} for recipe in args.recipes}
-    print0(ddp, f"{args.steps:,} steps of {args.config}, validation perplexity over that of the "
-                "letter frequencies\n"
-                f"{'recipe':<26}{'mean':>8}   {'seeds ' + ' '.join(map(str, args.seeds)):<22}steps "
-                f"to the last value of {args.recipes[0]}")
-    for recipe in args.recipes:
-        for seed in args.seeds:
-            print0(ddp, f"training {recipe}, seed {seed}", file=sys.stderr)
-            found[recipe][seed] = train_recipe(folder, recipe, seed, args, ddp)
-            if not found[recipe][seed]:
-                print0(ddp, "Stopped and saved. The same command goes on.")
-                return False
-        print0(ddp, describe(recipe, found[recipe], found[args.recipes[0]]))
-    return True
+# ---------------------------------------------------------------- command line
+def read_plan(path):
+    """The Plan in a file. Raises: ValueError, OSError."""
+    try:
+        found = yaml.safe_load(Path(path).read_text())
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is no YAML: {error}") from None
+    names = list(Plan.__dataclass_fields__)
+    if not isinstance(found, dict) or not found.keys() <= set(names):
+        keys = list(found) if isinstance(found, dict) else type(found).__name__
+        raise ValueError(f"{path} has {keys}; expected some of {', '.join(names)}")
+    missing = [name for name in ("train", "weights", "evaluate", "numbers") if name not in found]
+    if missing:
+        raise ValueError(f"{path} has no {', '.join(missing)}; expected these keys")
+    plan = Plan(**found)
+    plan.recipes = {name: values or {} for name, values in plan.recipes.items()}
+    return plan
 
 
-def numbers(text):
-    return [int(number) for number in text.split(",")]
+def read_arguments(argv):
+    """(Plan, folder). Raises: ValueError, OSError."""
+    parser = Parser(prog="python -m bench learn", allow_abbrev=False,
+                    description=__doc__.split("\n")[0],
+                    epilog="The top of bench/learn.py says what the file holds.")
+    parser.add_argument("file", help="YAML file of recipes")
+    parser.add_argument("values", nargs="*", metavar="NAME=VALUE", help="of `given` in the file")
+    parser.add_argument("--recipes", help="some of the file, such as shipped,no_kl")
+    parser.add_argument("--seeds", help="such as 0,1,2; default: of the file")
+    parser.add_argument("--folder", type=Path, help="keeps the runs; default: runs/learn/ and the "
+                        "name of the file")
+    options = parser.parse_intermixed_args(argv)
+    plan = read_plan(options.file)
+    for text in options.values:
+        name, equals, value = text.partition("=")
+        if not equals or name not in plan.given:
+            raise ValueError(f"found {text}; expected NAME=VALUE, with a name of "
+                             f"{', '.join(plan.given) or '(none)'}")
+        plan.given[name] = value
+    if options.recipes:
+        names = options.recipes.split(",")
+        unknown = [name for name in names if name not in plan.recipes]
+        if unknown:
+            raise ValueError(f"--recipes: found {', '.join(unknown)}; expected some of "
+                             f"{', '.join(plan.recipes)}")
+        plan.recipes = {name: plan.recipes[name] for name in names}
+    if options.seeds:
+        try:
+            plan.seeds = [int(seed) for seed in options.seeds.split(",")]
+        except ValueError:
+            raise ValueError(f"--seeds {options.seeds}; expected such as 0,1,2") from None
+    return plan, options.folder or Path("runs", "learn", Path(options.file).stem)
 
 
 def main(argv):
-    if argv[:1] == ["dpo_sedd"]:
-        learn_dpo_sedd.main(argv[1:])
-        return
-    if argv[:1] == ["dpo"]:
-        learn_dpo.main(argv[1:])
-        return
-    parser = CommandParser(prog="python -m bench learn", allow_abbrev=False,
-                           description=__doc__.split("\n")[0])
-    parser.add_argument("--data", help="proteins; default: demo proteins")
-    parser.add_argument("--config", default=CONFIGS / "sedd_cpu.yaml")
-    parser.add_argument("--steps", type=int, default=1500)
-    parser.add_argument("--seeds", default=[0, 1], type=numbers, help="default: 0,1")
-    parser.add_argument("--recipes", default=list(RECIPES), type=lambda text: text.split(","),
-                        help=f"default: {','.join(RECIPES)}")
-    parser.add_argument("--folder", default="runs/learn", help="folder that keeps the runs")
-    parser.add_argument("overrides", nargs="*", help="keys for all recipes, such as optim.warmup=9")
-    args = read_options(parser, argv)
-    unknown = [recipe for recipe in args.recipes if recipe not in RECIPES]
-    if unknown:
-        parser.error(f"--recipes: {', '.join(unknown)}; expected some of {', '.join(RECIPES)}")
-    finished = run_on_ranks("learn", bench_learn, args, argv)
-    if not finished:
+    try:
+        plan, folder = read_arguments(argv)
+        learn(plan, folder)
+    except (ValueError, OSError) as error:
+        print(f"python -m bench learn: error: {error}", file=sys.stderr)
+        sys.exit(BAD_INPUT)
+    except Stopped:
+        print("Stopped and saved. The same command goes on.", flush=True)
         sys.exit(AGAIN)
-

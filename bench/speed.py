@@ -1,0 +1,607 @@
+"""Our training steps and samplers, and plain transcriptions of the published ones, in turns.
+
+    python -m bench speed                                # all, on made data
+    python -m bench speed sedd --data proteins.fasta.gz  # a step of SEDD on real proteins
+    python -m bench speed sedd --config configs/sedd_uniref50_38m.yaml training.batch_size=8
+    python -m bench speed dpo --pairs pairs.json --device cpu
+    python -m bench speed sample --lengths 100 400 --batch 1 8 32
+    python -m bench speed --all                          # on a new card, in 9 minutes
+    python -m bench speed --against ../other_checkout    # ours in two versions
+
+Prints a table in Markdown under the name of the processor or card. A row has the medians of the
+rates of both, and the median and range of their ratio, turn by turn. On a CPU with one thread, and
+a second is a CPU second. The plain codes are in bench/plain.py: SEDD's in the same dtype, those of
+ProteinMPNN in float32. bfloat16 is measured where the processor computes in it.
+
+sedd    the whole step of train_sedd_ddp.py, from batch plan to EMA. Without --config the network
+        has 6 million parameters. "made": random proteins with the lengths of UniRef50 (or --data),
+        which plain pads to the longest; "equal": all of one length. "compiled", on CUDA: by
+        torch.compile. MFU: FLOP by the formula of sedd/model.py (flops_per_position), padding
+        included, but nothing computed twice, over the rate of a matrix product measured here. On a
+        CPU an upper bound: there the last products skip known residues
+dpo     the step of train_dpo_ddp.py with ProteinMPNN of published size. Residues are those of the
+        structures, one structure for each pair. Order "arange": the reference's scores are computed
+        once; "random": in each step; plain decodes from N to C
+sample  sample_sequences of sample_sedd.py, and encode and sample of mpnn/model.py, with random
+        weights. SEDD's steps are all equal for plain, so some are timed. "subs": masked diffusion,
+        with which ours asks the network only when a residue is unmasked
+
+"differ": relative differences of loss and gradient norm in a step from equal weights on equal data,
+without dropout. bench/against.py explains --against, bench/speed_all.py --all. Leaves no files but
+those of --all.
+"""
+import contextlib
+import copy
+import io
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import train_dpo_ddp
+import train_sedd_ddp
+from bench import against, speed_all
+from bench.made import made_lengths, write_demo_pdb, write_made_fasta, write_made_pairs
+from bench.plain import PlainDpo, PlainSedd, plain_mpnn_sample, plain_sedd_sample
+from ddp_setup import BAD_INPUT
+from dpo.reference import make_tables
+from mpnn.batches import collate_complexes
+from mpnn.model import decoding_order, random_proteinmpnn
+from proteins.letters import N_TOKENS
+from proteins.structures import Complex, read_structure
+from sample_sedd import FREE, sample_sequences
+from sedd.batches import to_device
+from sedd.diffusion import make_graph, make_noise
+from sedd.model import flops_per_position
+from sedd.weights import Sedd
+from training.command_line import joined_ranks, prepare_and_train
+from training.config import load_config
+from training.parser import Parser
+from training.loop import open_batches, take_step
+from training.peak import matmul_rows, measure_matmul
+from training.precision import choose_dtype, compile_blocks
+
+WHAT = ("sedd", "dpo", "sample")
+WARM_UP = 2                 # turns that are not counted: Adam's state, caches, compilation
+STEPS_ON_DEVICE = 10        # training steps of a turn; on a CPU one
+
+NETWORK = dict(hidden_size=256, n_blocks=6, n_heads=8, dropout=0.1)     # of SEDD without --config
+BATCH = 8                   # proteins in a plain step of it
+EQUAL_LENGTH = 256          # residues of the proteins of equal length
+PADDED_LENGTH = 512         # to which plain pads the others
+N_MADE = 3000               # proteins in a made data set
+
+MADE_RESIDUES = 106         # of the made structure
+DPO_CASES = [(1, "arange", torch.float32), (1, "random", torch.float32),     # pairs a step, ...
+             (4, "arange", torch.float32), (4, "arange", torch.bfloat16),
+             (4, "random", torch.bfloat16)]
+
+PLAIN_STEPS = 8             # steps of the plain sampler of SEDD that are timed, at most
+TEMPERATURE = 0.1           # of ProteinMPNN, as is usual
+
+
+def measure(options, ddp):
+    """Print the table of what the options name."""
+    if ddp.world_size > 1:
+        raise ValueError(f"found {ddp.world_size} ranks; expected one process: speed compares "
+                         "steps, on one device. Start it by python alone.")
+    if ddp.device.type == "cpu":
+        torch.set_num_threads(1)
+    table = Table(options, ddp)
+    table.print_head()
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        if "sedd" in options.what:
+            measure_sedd(table, Path(folder, "sedd"))
+        if "dpo" in options.what:
+            measure_dpo(table, Path(folder, "dpo"))
+        if "sample" in options.what:
+            with torch.no_grad():
+                measure_samplers(table, Path(folder, "sample"))
+
+
+# ---------------------------------------------------------------- the timer and its table
+@dataclass
+class Work:
+    """What a turn has done: amount of the unit of its row, and FLOP (0: not counted)."""
+    amount: float
+    flops: float = 0.0
+
+
+class Table:
+    """Measures in turns, and prints a row for each side but the plain one.
+
+    rates: {dtype: FLOP/s of matrix products} of the device."""
+
+    def __init__(self, options, ddp):
+        self.options = options
+        self.ddp = ddp
+        self.dtypes = [torch.float32]
+        if computes_in_bfloat16(ddp.device):
+            self.dtypes.append(torch.bfloat16)
+        else:
+            say(f"bfloat16 is left out: {ddp.device.type} has no native bfloat16")
+        rows = options.matmul or matmul_rows(ddp.device)
+        self.rates = {dtype: measure_matmul(rows, dtype, ddp.device, lambda: now(ddp))
+                      for dtype in self.dtypes}
+
+    def print_head(self):
+        rates = "; ".join(f"{rate / 1e12:,.3g} in {name_of(dtype)}"
+                          for dtype, rate in self.rates.items())
+        second = "CPU second" if self.ddp.device.type == "cpu" else "second"
+        print(f"{name_of_device(self.ddp.device)}, torch {torch.__version__}; matrix products: "
+              f"{rates} TFLOP/s; medians of {self.options.repeats} turns\n\n"
+              f"| per {second} | plain | ours | ratio (range) | MFU | differ: loss, norm |\n"
+              "|---|---|---|---|---|---|", flush=True)
+
+    def add(self, title, unit, sides, differences=None):
+        """Measure, and print the rows.
+
+        Args:
+            sides: {"plain": function () -> Work, (text, dtype): function () -> Work, ...}; each
+                call is a turn.
+            differences: {(text, dtype): (of loss, of norm)}.
+        """
+        times = in_turns(title, sides, self.options.repeats, self.ddp)
+        plain = times.pop("plain")
+        for (text, dtype), turns in times.items():
+            ratios = [our.amount / our_seconds / (his.amount / his_seconds)
+                      for (our, our_seconds), (his, his_seconds) in zip(turns, plain)]
+            mfu = statistics.median(work.flops / seconds for work, seconds in turns)
+            mfu /= self.rates[dtype]
+            differ = ", ".join(f"{x:.0e}" for x in (differences or {}).get((text, dtype), []))
+            name = ", ".join(part for part in (title, name_of(dtype), text) if part)
+            print(f"| {name}: {unit} | {number(rate_of(plain))} | {number(rate_of(turns))} "
+                  f"| {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) "
+                  f"| {f'{mfu:.0%}' if mfu else '-'} | {differ or '-'} |", flush=True)
+
+
+def in_turns(title, sides, repeats, ddp):
+    """{name of a side: [(Work, seconds) of each turn]}, after WARM_UP turns."""
+    times = {name: [] for name in sides}
+    for turn in range(1 - WARM_UP, 1 + repeats):
+        say(f"{title}: {f'turn {turn} of {repeats}' if turn > 0 else 'warm-up'}")
+        for name, take in sides.items():
+            start = now(ddp)
+            work = take()
+            seconds = now(ddp) - start
+            if turn > 0:
+                times[name].append((work, seconds))
+    return times
+
+
+def rate_of(turns):
+    return statistics.median(work.amount / seconds for work, seconds in turns)
+
+
+def number(rate):
+    """Text of a rate, with four digits or more."""
+    return f"{rate:,.0f}" if rate >= 1000 else f"{rate:.4g}"
+
+
+def now(ddp):
+    """CPU seconds of this process; for a device, wall seconds after it has finished its work."""
+    if ddp.device.type == "cpu":
+        return time.process_time()
+    torch.accelerator.synchronize()
+    return time.perf_counter()
+
+
+def computes_in_bfloat16(device):
+    """Whether a device has bfloat16. A CPU without emulates it, a hundred times slower."""
+    dtype, _ = choose_dtype(True, device)
+    return dtype == torch.bfloat16
+
+
+def name_of(dtype):
+    return str(dtype).removeprefix("torch.")
+
+
+def name_of_device(device):
+    """Name of a card, or of this machine's processor."""
+    if device.type != "cpu":
+        return getattr(torch, device.type).get_device_name(device)
+    name = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                name = line.partition(":")[2].strip()
+    return f"{name}, one thread"
+
+
+def say(text):
+    """Print a line on the progress."""
+    print(text, file=sys.stderr, flush=True)
+
+
+# ---------------------------------------------------------------- SEDD
+def measure_sedd(table, folder):
+    """Rows for each data set, and for each way to compute."""
+    random = np.random.default_rng(0)
+    folder.mkdir()
+    equal = folder / "equal.fasta"
+    made = folder / "made.fasta"
+    write_made_fasta(equal, [EQUAL_LENGTH] * 400, random)
+    write_made_fasta(made, made_lengths(N_MADE, random), random)
+    data = Path(table.options.data or made)
+    cases = [(data, PADDED_LENGTH), (equal, EQUAL_LENGTH)]
+    if table.options.config:
+        cases = [(data, None)]
+    for file, length in cases:
+        config = sedd_config(table.options, file, length)
+        run_quietly(train_sedd_ddp, config, folder / f"run-{file.stem}", table.ddp,
+                    lambda run, ddp: add_sedd_rows(table, run, file.stem))
+
+
+def sedd_config(options, file, length):
+    """That of --config, or one of a small network whose steps have as many positions as BATCH
+    proteins of `length`."""
+    if options.config:
+        config = load_config(train_sedd_ddp.Config, options.config, options.overrides)
+    else:
+        config = train_sedd_ddp.Config(model=train_sedd_ddp.Model(**NETWORK))
+        config.data.max_length = length
+        config.training.tokens_per_batch = BATCH * length
+        config.loss.reduction = "sequence"      # as plain
+    config.data.file = str(file)
+    config.data.demo_proteins = None
+    config.data.val_fraction = 0.0
+    config.memory.compile = False
+    config.training.num_epochs = None
+    return config
+
+
+def run_quietly(script, config, folder, ddp, use):
+    """Call use(run, ddp) with a run that the training script has prepared."""
+    config.training.n_iters = 10**6
+    config.training.stop_signals = ()
+    config.monitoring.watchdog_minutes = 0
+
+    def prepare():
+        with contextlib.redirect_stdout(io.StringIO()):
+            return script.prepare(config, ddp, folder)
+
+    prepare_and_train(ddp, prepare, use)
+
+
+def add_sedd_rows(table, run, name):
+    """Rows of a run: steps from equal weights, in each dtype, and compiled."""
+    ddp = table.ddp
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():               # change the initial weights, with which all logits are 0
+        for p in run.bare.parameters():
+            p += 0.05 * torch.randn(p.shape, generator=generator).to(p.device)
+    length = run.plan.max_length
+    n = run.plan.mean if run.plan.counted_in == "proteins" else run.plan.mean / length
+    ours = OurSedd(run, table.options.steps, ddp)
+    plain = PlainSedd(copy.deepcopy(run.bare), run.config, max(round(n), 1), length, ddp)
+    residues = len(plain.x0) * run.plan.residues / run.plan.proteins   # without padding, on average
+    differences = {}
+    if not table.options.config:
+        say(f"{name}: comparing the results")
+        differences = {("", dtype): ours.compare(plain, dtype) for dtype in table.dtypes}
+
+    def take_plain(dtype):
+        for _ in range(ours.steps):
+            plain.step(dtype)
+        return Work(ours.steps * residues)
+
+    millions = sum(p.numel() for p in run.bare.parameters()) / 1e6
+    title = f"SEDD step, {millions:.0f} M, {name}"
+    for dtype in table.dtypes:
+        sides = {"plain": lambda dtype=dtype: take_plain(dtype),
+                 ("", dtype): lambda dtype=dtype: ours.take(dtype)}
+        table.add(title, "residues", sides, differences)
+    if ddp.device.type == "cuda":
+        dtype = table.dtypes[-1]
+        compile_blocks(run.bare, True, ddp)
+        table.add(title, "residues", {"plain": lambda: take_plain(dtype),
+                                      ("compiled", dtype): lambda: ours.take(dtype)})
+        torch.compiler.reset()
+
+
+class OurSedd:
+    """Turns of training steps as train_sedd_ddp.py takes them. steps: of a turn."""
+
+    def __init__(self, run, steps, ddp):
+        self.run = run
+        self.steps = steps
+        self.ddp = ddp
+        self.dtype = torch.float32
+        self.dataset = train_sedd_ddp.MicroBatchDataset(
+            run.graph, run.noise, run.config.data.max_length, run.micro_batches,
+            run.config.training.seed, run.config.loss.reduction)
+        self.batches = open_batches(run, self.dataset, self.loss_of, ddp)
+        self.flops = 0.0
+
+    def loss_of(self, model, batch):
+        x0 = batch["x0"]
+        self.flops += x0.numel() * flops_per_position(self.run.bare, x0.shape[1])
+        return train_sedd_ddp.micro_batch_loss(model, batch, self.run.graph, self.run.config,
+                                               self.ddp, self.dtype)
+
+    def take(self, dtype):
+        """A turn in this dtype. Returns its Work."""
+        self.dtype = dtype
+        self.flops = 0.0
+        residues = 0
+        for _ in range(self.steps):
+            totals, _ = take_step(self.run, self.batches, self.loss_of, self.ddp)
+            residues = residues + totals.sums[1]        # the device is not waited for
+        return Work(float(residues), self.flops)
+
+    def compare(self, plain, dtype):
+        """Relative differences (loss, gradient norm) of our next step from one of the plain code on
+        the same batch, which gets no padding, from our weights and without dropout. Both leave the
+        weights that training has made of them."""
+        run = self.run
+        plain.model.load_state_dict(run.bare.state_dict())
+        step = run.progress["step"]
+        batch = self.dataset[run.sampler.item_of(step, run.sampler.mine[0])]
+        self.dtype = dtype
+        for block in run.bare.blocks:
+            block.dropout = 0.0
+        totals, norm = take_step(run, self.batches, self.loss_of, self.ddp)
+        for block in run.bare.blocks:
+            block.dropout = run.config.model.dropout
+        batch = to_device(batch, self.ddp.device, torch.float32)
+        plain.optimizer.zero_grad()
+        loss = 0.0
+        n = len(batch["x0"])
+        for i, length in enumerate(batch["mask"].sum(1).tolist()):
+            one = [batch[name][i:i + 1] for name in ("x0", "xt", "sigma", "dsigma")]
+            one = [x[:, :length] if x.dim() == 2 else x for x in one]
+            share = plain.loss(one, dtype, 0.0) / n
+            share.backward()
+            loss += float(share.detach())
+        return (abs(float(totals.sums[0] / totals.count) / loss - 1),
+                abs(float(norm / norm_of(plain.model)) - 1))
+
+
+def norm_of(model):
+    return torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+
+
+# ---------------------------------------------------------------- DPO
+def measure_dpo(table, folder):
+    """A row for each of DPO_CASES, on the pairs of a file or on made ones."""
+    folder.mkdir()
+    pairs = table.options.pairs
+    title = "DPO step"
+    if not pairs:
+        write_demo_pdb(folder / "made.pdb", MADE_RESIDUES)
+        pairs = folder / "pairs.json"
+        write_made_pairs(pairs, folder / "made.pdb", 4)
+        title = f"DPO step, {MADE_RESIDUES} residues"
+    cases = DPO_CASES[:1] if table.options.quick else DPO_CASES
+    for number, (batch_size, order, dtype) in enumerate(cases):
+        if dtype not in table.dtypes:
+            continue
+        config = train_dpo_ddp.Config()
+        config.model.base_model_name = "random"
+        config.data.train_data = str(pairs)
+        config.data.val_fraction = 0.0
+        config.training.batch_size = batch_size
+        config.loss.order = order
+        config.memory.mixed_precision = name_of(dtype)
+        case = f"{title}, {batch_size} pair{'s' if batch_size > 1 else ''}, {order}"
+        run_quietly(train_dpo_ddp, config, folder / f"run-{number}", table.ddp,
+                    lambda run, ddp: add_dpo_row(table, run, case))
+
+
+def add_dpo_row(table, run, title):
+    ddp = table.ddp
+    config = run.config
+    base = copy.deepcopy(run.bare).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():               # move it: if it equals the reference, losses are log 2
+        for p in run.bare.parameters():
+            p += 0.003 * torch.randn(p.shape, generator=generator).to(p.device)
+    ours = OurDpo(run, table.options.steps, ddp)
+    plain = PlainDpo(copy.deepcopy(run.bare), base, run.pairs, config.training.batch_size,
+                     config.loss, config.optim)
+    differences = {}
+    if config.loss.order == "arange":   # as plain
+        differences[("", run.dtype)] = ours.compare(plain)
+    table.add(title, "residues", {
+        "plain": lambda: Work(sum(plain.step() for _ in range(ours.steps))),
+        ("", run.dtype): ours.take}, differences)
+
+
+class OurDpo:
+    """Turns of training steps as train_dpo_ddp.py takes them. steps: of a turn."""
+
+    def __init__(self, run, steps, ddp):
+        self.run = run
+        self.steps = steps
+        self.ddp = ddp
+        with contextlib.redirect_stdout(io.StringIO()):
+            make_tables(run, ddp)
+        dataset = train_dpo_ddp.MicroBatchDataset(run.make_batch, run.config.training.seed)
+        self.batches = open_batches(run, dataset, self.loss_of, ddp)
+
+    def loss_of(self, model, batch):
+        return train_dpo_ddp.micro_batch_loss(model, batch, self.run.reference, self.run.config,
+                                              self.ddp, self.run.dtype)
+
+    def next_pairs(self):
+        """The pairs of the next step."""
+        *_, indices = self.run.sampler.item_of(self.run.progress["step"], self.run.sampler.mine[0])
+        return [self.run.pairs[i] for i in indices]
+
+    def take(self):
+        """A turn. Returns its Work."""
+        residues = 0
+        for _ in range(self.steps):
+            residues += sum(len(pair.complex) for pair in self.next_pairs())
+            take_step(self.run, self.batches, self.loss_of, self.ddp)
+        return Work(residues)
+
+    def compare(self, plain):
+        """Differences (of the loss; of the gradient norm, relative) of our next step from one of
+        the plain code on the same pairs, from equal weights."""
+        plain.policy.load_state_dict(self.run.bare.state_dict())
+        loss = plain.loss(self.next_pairs())
+        loss.backward()
+        totals, norm = take_step(self.run, self.batches, self.loss_of, self.ddp)
+        return (abs(float(totals.sums[0] / totals.count) / float(loss.detach()) - 1),
+                abs(float(norm / norm_of(plain.policy)) - 1))
+
+
+# ---------------------------------------------------------------- samplers
+def measure_samplers(table, folder):
+    """Rows for each model, length, and number of sequences that are drawn together."""
+    folder.mkdir()
+    options = table.options
+    for length in options.lengths:
+        for batch in options.batch:
+            lengths = {f"{length} residues": [length] * batch}
+            if batch > 1 and length == max(options.lengths):
+                lengths[f"{length // 10} to {length}"] = mixed_lengths(length, batch)
+            for title, each in lengths.items():
+                for parameterization in ("sedd", "subs"):
+                    sides = sedd_samplers(parameterization, each, table)
+                    table.add(f"drawing, {parameterization.upper()}, {title}, {batch} at a time",
+                              "sequences", sides)
+            table.add(f"drawing, ProteinMPNN, {length} residues, {batch} at a time", "sequences",
+                      mpnn_samplers(folder, length, batch, table.ddp))
+
+
+def mixed_lengths(longest, batch):
+    """`batch` lengths, evenly from a tenth of the longest to it."""
+    return np.linspace(longest / 10, longest, batch).round().astype(int).tolist()
+
+
+def sedd_samplers(parameterization, lengths, table):
+    """Sides that draw a protein of each length."""
+    ours = random_sedd(table.ddp.device, parameterization)
+    templates = [FREE * length for length in lengths]
+    steps = table.options.sample_steps
+    timed = min(steps, PLAIN_STEPS)
+
+    def draw_plainly():
+        plain_sedd_sample(ours.model, ours.noise, len(lengths), max(lengths), timed)
+        return Work(len(lengths) * (timed + 1) / (steps + 1))      # with the last step
+
+    def draw(dtype):
+        sample_sequences(ours, templates, steps, dtype=dtype, ddp=table.ddp,
+                         tokens=max(16384, max(lengths)))
+        return Work(len(lengths))
+
+    sides = {"plain": draw_plainly}
+    for dtype in table.dtypes:
+        sides["", dtype] = lambda dtype=dtype: draw(dtype)
+    return sides
+
+
+def random_sedd(device, parameterization="sedd"):
+    """A Sedd of random weights, all of which matter, with the network of the training step."""
+    config = train_sedd_ddp.Config(
+        model=train_sedd_ddp.Model(**NETWORK, parameterization=parameterization))
+    graph = make_graph("absorb", N_TOKENS)
+    torch.manual_seed(0)
+    model = train_sedd_ddp.make_model(config, graph).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape)
+    return Sedd(model.to(device), graph, make_noise("loglinear"), {}, None, None, 10**6, {}, ())
+
+
+def mpnn_samplers(folder, length, batch, ddp):
+    """Sides that draw `batch` sequences for a structure."""
+    path = folder / f"{length}.pdb"
+    write_demo_pdb(path, length)
+    model = random_proteinmpnn(0).eval()
+    model = model.to(ddp.device)
+    structure = read_structure(path)
+    tensors = collate_complexes([Complex(structure, sorted(structure.chains))])
+    tensors = {name: tensors[name].to(ddp.device)
+               for name in ("X", "mask", "residue_idx", "chain_id")}
+    S = torch.zeros(batch, tensors["mask"].shape[1], dtype=torch.int64, device=ddp.device)
+    everywhere = torch.ones_like(S)
+
+    def orders():
+        return decoding_order(everywhere, torch.randn(S.shape, device=S.device))
+
+    def draw_plainly():
+        copies = {name: x.expand(batch, *x.shape[1:]) for name, x in tensors.items()}
+        plain_mpnn_sample(model, copies, orders(), TEMPERATURE)
+        return Work(batch)
+
+    def draw():
+        encoding = model.encode(model.graph(**tensors))
+        model.sample(encoding, S, everywhere, orders(), TEMPERATURE)
+        return Work(batch)
+
+    return {"plain": draw_plainly, ("", torch.float32): draw}
+
+
+# ---------------------------------------------------------------- command line
+def read_options(argv):
+    """Options. Raises: ValueError."""
+    parser = Parser(prog="python -m bench speed", allow_abbrev=False,
+                    description=__doc__.split("\n")[0],
+                    epilog="The top of bench/speed.py says what is measured.")
+    add = parser.add_argument
+    add("words", nargs="*", metavar="sedd|dpo|sample, section.key=value",
+        help="what to measure, default all; overrides of --config")
+    add("--data", help="sedd: proteins; default: random ones with the lengths of UniRef50")
+    add("--config", help="sedd: YAML file of a network and its batches")
+    add("--pairs", type=Path, help="dpo: pairs as for train_dpo_ddp.py; default: made ones")
+    add("--lengths", type=int, nargs="+", default=[100], help="sample: residues; default 100")
+    add("--batch", type=int, nargs="+", default=[1, 8],
+        help="sample: sequences drawn side by side; default 1 8")
+    add("--sample_steps", type=int, default=128, help="sample: of SEDD; default 128")
+    add("--repeats", type=int, default=5, help="turns; default 5")
+    add("--steps", type=int, help="training steps of a turn; default: on a CPU 1, else "
+        f"{STEPS_ON_DEVICE}")
+    add("--quick", action="store_true", help="dpo: the first case alone")
+    add("--matmul", type=int, help="rows of the multiplied matrices; default: 8192, on a CPU 1024")
+    add("--device", default="auto", choices=("auto", "cpu", "cuda", "xpu"))
+    add("--all", action="store_true", help="all that tells whether a card serves, in parts with a "
+        "time limit each")
+    add("--minutes", type=float, default=9.0, help="of --all; default 9")
+    add("--folder", type=Path, default=Path("bench-all"),
+        help="of --all, a new one, for its logs and runs; default bench-all")
+    add("--against", type=Path, metavar="CHECKOUT", help="another checkout of this project")
+    options = parser.parse_intermixed_args(argv)
+    options.what = [word for word in options.words if "=" not in word]
+    options.overrides = [word for word in options.words if "=" in word]
+    unknown = [word for word in options.what if word not in WHAT]
+    if unknown:
+        raise ValueError(f"found {', '.join(unknown)}; expected {', '.join(WHAT)}")
+    options.what = options.what or list(WHAT)
+    if options.overrides and not options.config:
+        raise ValueError(f"found {options.overrides[0]} without --config; expected a config that "
+                         "it overrides")
+    for name, value in vars(options).items():
+        values = value if isinstance(value, list) else [value]
+        for number in values:
+            if type(number) in (int, float) and not number > 0:
+                raise ValueError(f"--{name} is {number}; expected more than 0")
+    if options.device == "auto":
+        device = torch.accelerator.current_accelerator(check_available=True)
+        options.device = device.type if device else "cpu"
+    if options.steps is None:
+        options.steps = 1 if options.device == "cpu" else STEPS_ON_DEVICE
+    return options
+
+
+def main(argv):
+    try:
+        options = read_options(argv)
+        if options.all:
+            sys.exit(speed_all.run(options))
+        if options.against:
+            against.compare(options)
+            return
+    except ValueError as error:
+        print(f"python -m bench speed: error: {error}", file=sys.stderr)
+        sys.exit(BAD_INPUT)
+    with joined_ranks(options.device) as ddp:
+        measure(options, ddp)
