@@ -144,7 +144,7 @@ def join_groups(sets: list[set]) -> list:
     return [root(texts[0]) for texts in linked]
 
 
-def hold_out(groups: np.ndarray, val_fraction: float, seed: int) -> np.ndarray:
+def hold_out_groups(groups: np.ndarray, val_fraction: float, seed: int) -> np.ndarray:
     """(n,) bool: which pairs are held out, whole groups drawn at random, about val_fraction of all;
     the smallest group at least. Only the seed and the groups decide.
 

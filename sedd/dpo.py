@@ -61,7 +61,7 @@ class SeddKind(Kind):
         sedd = read_base(config.model.base)
         check_entropy(config.loss.diversity_lambda, sedd)
         name, *assumed = sedd.notes
-        return Base(sedd.model, name, settings_of(sedd), notes=tuple(assumed), more=sedd)
+        return Base(sedd.model, name, settings_text(sedd), notes=tuple(assumed), more=sedd)
 
     def load_pairs(self, config: Any, base: Base | None, alive: Callable) -> PairsOfRun:
         max_length = None
@@ -69,7 +69,7 @@ class SeddKind(Kind):
             max_length = base.more.max_length
         longest = longest_of(max_length, config)
         data = load_pairs(config.data, config.training.seed, longest, alive)
-        check_lengths([*data.train, *(data.val or [])], config.loss.name)
+        check_equal_lengths([*data.train, *(data.val or [])], config.loss.name)
         return data
 
     def scorer(self, base: Base, pairs: list, config: Any, ddp: Any) -> "SeddScorer":
@@ -94,13 +94,13 @@ def read_base(path):
         raise ValueError(f"base weights: {error}") from None
 
 
-def settings_of(sedd):
+def settings_text(sedd):
     """Text of what decides the scores of a Sedd beside its weights: some settings change what equal
     weights mean, some the noise, and the letters are those of the control variate."""
     return json.dumps([sedd.config, sedd.letters.tolist()], sort_keys=True, default=str)
 
 
-def check_lengths(pairs, name):
+def check_equal_lengths(pairs, name):
     """ValueError for a loss of means over residues, if the sequences of a pair have two lengths."""
     unequal = sum(len(pair.chosen) != len(pair.rejected) for pair in pairs)
     if name in PER_RESIDUE and unequal:
