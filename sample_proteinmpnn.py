@@ -287,12 +287,6 @@ def random_order(design, *key):
     return decoding_order(torch.from_numpy(design.drawn)[None].long(), randn)
 
 
-def encode_structure(model, tensors, device):
-    """The model's encoding of structures, on the device."""
-    graph = model.graph(**tensors)
-    return model.encode(type(graph)(*(x.to(device) for x in graph)))
-
-
 def with_noise(tensors, keys, angstrom):
     """The tensors of one structure, repeated for each key with noise on all present atoms."""
     X = tensors["X"]
@@ -398,7 +392,7 @@ def drawn_batches(model, encoding, tensors, design, args):
             seen = encoding
             if args.backbone_noise:
                 noisy = with_noise(tensors, keys, args.backbone_noise)
-                seen = encode_structure(model, noisy, encoding.mask.device)
+                seen = model.encode(model.graph(**noisy).to(encoding.mask.device))
             S, probs, orders = draw_sequences(model, seen, design, temperature, keys)
             heads = [(f"{title(design, args)}T={temperature:g}, sample={k}", "") for k in numbers]
             yield Scored(heads, S, [(temperature, k) for k in numbers], probs, orders)
@@ -423,7 +417,7 @@ def make_results(model, design, args, given, device):
     given: [(header, S (L,))] of the sequences to score; empty: the native one and drawn ones.
     """
     tensors = collate_complexes([design.complex], ("X", "mask", "residue_idx", "chain_id"))
-    encoding = encode_structure(model, tensors, device)
+    encoding = model.encode(model.graph(**tensors).to(device))
     batches = [given_batches(design, args, given)]
     if not given:
         batches = [[native_batch(design, args)]]

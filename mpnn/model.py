@@ -60,6 +60,10 @@ class Graph(NamedTuple):
     resolved: Tensor      # (B, L, K) bool, residue and neighbour are resolved
     present: Tensor       # (B, L, K) bool, the neighbour is a residue, not padding
 
+    def to(self, device: torch.device) -> Graph:
+        """The graph on a device."""
+        return Graph(*(tensor.to(device, non_blocking=True) for tensor in self))
+
 
 class Encoding(NamedTuple):
     """The encoder's output and what the decoder needs of the graph."""

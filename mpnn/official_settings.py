@@ -15,15 +15,14 @@ or null in it, or in place of it, stand for nothing. Rows count from 1 in each c
 bias_AA_jsonl, {"E": 0.5}, is keyed by letter and not by structure.
 Source: examples and helper_scripts of github.com/dauparas/ProteinMPNN.
 """
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from dpo.pair_files import quote, unique_keys
 from proteins.letters import LETTERS
+from proteins.tables import parse_json, quote
 from training.files import read_text
 
 MOST_JSON_BYTES = 1 << 28   # of a file; a PSSM of 1,000 residues has 0.5 MB
@@ -45,12 +44,7 @@ class StructureSettings(NamedTuple):
 def read_json(path: str | Path) -> dict:
     """The JSON object in a file. Raises: ValueError for anything else, and for keys that come
     twice; OSError."""
-    text = read_text(path, MOST_JSON_BYTES)
-    try:
-        value = json.loads(text, object_pairs_hook=unique_keys)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: found {str(error):.80}; expected one JSON object, {{...}}, each "
-                         "key once.") from None
+    value = parse_json(read_text(path, MOST_JSON_BYTES), path, "one object, {...}, each key once")
     if not isinstance(value, dict):
         raise ValueError(f"{path}: found {quote(value)}; expected one JSON object, {{...}}.")
     return value

@@ -26,7 +26,7 @@ import numpy as np
 
 from proteins.structures import Chain, Complex, Structure, parse_positions, read_structure
 from proteins.tables import (MAX_LISTED, check_cells, read_rows, read_table_text, refuse_all,
-                             refuse_fasta, table_columns)
+                             table_columns)
 from proteins.letters import AMINO_ACIDS, LETTERS, decode, encode
 
 OPTIONAL = ("pdb_file", "chain", "context", "sequence")
@@ -395,7 +395,9 @@ def lines_of(path, measured):
     if measured:
         raise ValueError(f"{path} is a list; expected a table with the columns mutation and "
                          f"{measured} in line 1, so spelt.")
-    refuse_fasta(path, text)
+    if text.lstrip().startswith(">"):
+        raise ValueError(f"{path} is a FASTA file, which begins with >; expected a list of "
+                         "mutations, one variant per line, such as A12V.")
     rows = []
     for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].strip()

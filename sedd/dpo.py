@@ -19,7 +19,7 @@ from sedd.bounds import PairBounds, margin_variance
 from sedd.designs import Designs
 from sedd.model import describe_memory
 from sedd.pairs import load_pairs
-from sedd.weights import Sedd, load_sedd
+from sedd.weights import load_sedd
 from training.optimizer import state_bytes
 
 PER_RESIDUE = ("ipo_norm", "sigmoid_norm", "simpo")   # losses of means over residues
@@ -126,7 +126,8 @@ class SeddScorer(Scorer):
     def __init__(self, base: Base, pairs: list, config: Any, ddp: Any):
         super().__init__(base, pairs, config, ddp)
         self.sedd = base.more._replace(model=base.model)
-        self.bounds = bounds_of(self.sedd, config)
+        self.bounds = PairBounds(self.sedd.graph, self.sedd.noise, self.sedd.letters,
+                                 config.estimator.samples, config.estimator.share)
         self.shape = (self.bounds.samples, 2)
         self.is_fixed = config.estimator.fixed
 
@@ -178,12 +179,6 @@ class SeddScorer(Scorer):
 
 
 # ---------------------------------------------------------------- batches
-def bounds_of(sedd: Sedd, config: Any) -> PairBounds:
-    """The estimator of log-likelihoods that a config asks for."""
-    return PairBounds(sedd.graph, sedd.noise, sedd.letters, config.estimator.samples,
-                      config.estimator.share)
-
-
 def make_batch(pairs: list, bounds: PairBounds,  # noqa: PLR0913  (two are of the caller's call)
                indices: list[int], seed: int, epoch: int | None = None,
                fixed: bool = False) -> dict[str, Any]:
