@@ -55,8 +55,8 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from mpnn.mutation_pairs import KINDS, WILD_TYPE, Rules, mutated, pair_mutations
-from proteins.mutations import (describe_skipped, find_relatives, hold_out, place_all,
+from mpnn.mutation_pairs import AGAINST, WILD_TYPE, Rules, mutated, pair_mutations
+from proteins.mutations import (describe_skipped, find_relatives, hold_out_proteins, place_all,
                                 place_on_sequences, read_mutations)
 from proteins.tables import (MAX_LISTED, check_cells, read_rows, read_table_text, refuse_all,
                              table_columns)
@@ -68,7 +68,7 @@ from dpo.pair_files import LEAST_WEIGHT
 LARGEST_SCORE = 1e100   # so that sums of differences stay finite
 MOST_ROUNDS = 1000
 # Options that only tables of mutations use
-FOR_MUTATIONS = ("against", "wild_type", "rounds", "hold_out", "ca_only", "sequences")
+MUTATION_OPTIONS = ("against", "wild_type", "rounds", "hold_out", "ca_only", "sequences")
 FOR_RULES = ("against", "wild_type", "rounds")
 SELDOM = 0.05           # part of the pairs with the wild type: if it is preferred in fewer, its
 FEWEST_PAIRS = 10       # score is hardly what was assumed; of at least so many pairs
@@ -214,7 +214,7 @@ def pairs_of_mutations(args):
     proteins = proteins_of(table, args)
     held_out = []
     if args.hold_out is not None:
-        proteins, held_out = hold_out(proteins, args.hold_out)
+        proteins, held_out = hold_out_proteins(proteins, args.hold_out)
         warn_of_relatives(held_out, proteins)
     rules = Rules(margin=args.margin, lower_is_better=args.lower_is_better)
     for name in FOR_RULES:
@@ -375,7 +375,7 @@ def make_all(args):
     """[(Place, entries, differences)] of the table, whatever its kind; number of sequences;
     proteins held out; lines to print."""
     has_mutations = "mutation" in table_columns(read_table_text(args.table))
-    check_kind(args, has_mutations)
+    check_kind_of_table(args, has_mutations)
     if has_mutations:
         return pairs_of_mutations(args)
     designs = read_designs(args.table, args.score)
@@ -383,9 +383,9 @@ def make_all(args):
     return pairs_of_designs(designs, args), n_sequences, [], []
 
 
-def check_kind(args, has_mutations):
+def check_kind_of_table(args, has_mutations):
     """ValueError for options that do not fit the kind of the table."""
-    given = [f"--{name}" for name in FOR_MUTATIONS if getattr(args, name) is not None]
+    given = [f"--{name}" for name in MUTATION_OPTIONS if getattr(args, name) is not None]
     if given and not has_mutations:
         raise ValueError(f"found {' '.join(given)}, but {args.table} has no column mutation; "
                          "expected both.")
@@ -433,7 +433,7 @@ def make_parser():
     add("--lower_is_better", action="store_true", help="such as for energies")
     add("--higher_is_better", action="store_true", help="the default, except for mutations")
     add("--score", default="score", metavar="COLUMN", help="column of scores (default: score)")
-    add("--against", choices=KINDS, help="of mutations: which pairs (default: both)")
+    add("--against", choices=AGAINST, help="of mutations: which pairs (default: both)")
     add("--wild_type", type=float, metavar="VALUE",
         help="its score: default 0, as of ddG; fitness often gives it 1")
     add("--rounds", type=int, help="how many others each mutant meets (default 2)")

@@ -121,7 +121,7 @@ def prepare(folder, url, fasta, max_sequences, val_fraction, min_length, seed):
     if fasta:
         release = None
         inputs = [input_of_file(file) for file in fasta]
-        described = sorted((file.name, entry.size, digest_of(file))
+        described = sorted((file.name, entry.size, digest_of_ends(file))
                            for file, entry in zip(fasta, inputs))
         settings["source"] = [name for name, _, _ in described]
         settings["source_bytes"] = [size for _, size, _ in described]
@@ -130,7 +130,7 @@ def prepare(folder, url, fasta, max_sequences, val_fraction, min_length, seed):
         settings["source"] = [safe_url(url)]
     folder = Path(os.path.abspath(folder))
     with working_folder(folder) as partial:
-        if is_finished(folder, settings):
+        if is_prepared(folder, settings):
             print(f"{folder} is finished already, with these settings; nothing to do.")
             remove_partial(partial)
             return
@@ -179,7 +179,7 @@ def input_of_file(path):
     return Input(str(path), size, contextlib.nullcontext)
 
 
-def digest_of(path):
+def digest_of_ends(path):
     """Hash of the first and the last MiB of a file. A change in between that keeps the size is
     missed."""
     if not path.is_file():
@@ -412,7 +412,7 @@ def remove_work(partial):
         shutil.rmtree(partial / name, ignore_errors=True)
 
 
-def is_finished(folder, settings):
+def is_prepared(folder, settings):
     """Whether the folder exists, with these settings. Raises ValueError if it is anything else."""
     if not os.path.lexists(folder):
         return False

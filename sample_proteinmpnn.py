@@ -52,8 +52,8 @@ from training.tool import refuse_moved_options
 
 DESIGNS = "designs.csv"
 # Its columns. No `score`: that is the name of the column which a user adds.
-COLUMNS = ("pdb", "chain", "context", "sequence", "temperature", "sample", "mpnn_score",
-           "seq_recovery")
+DESIGN_COLUMNS = ("pdb", "chain", "context", "sequence", "temperature", "sample",
+                  "mpnn_score", "seq_recovery")
 MAX_NOISE = 10.0        # Angstrom; published models were trained with 0.02 to 0.3
 SAVED = ("save_scores", "save_probs", "unconditional_probs", "conditional_probs")
 NOT_DRAWING = ("score_only", "unconditional_probs", "conditional_probs")
@@ -287,12 +287,6 @@ def random_order(design, *key):
     return decoding_order(torch.from_numpy(design.drawn)[None].long(), randn)
 
 
-def encode(model, tensors, device):
-    """The model's encoding of structures, on the device."""
-    graph = model.graph(**tensors)
-    return model.encode(type(graph)(*(x.to(device) for x in graph)))
-
-
 def with_noise(tensors, keys, angstrom):
     """The tensors of one structure, repeated for each key with noise on all present atoms."""
     X = tensors["X"]
@@ -304,7 +298,7 @@ def with_noise(tensors, keys, angstrom):
     return noisy
 
 
-def draw(model, encoding, design, temperature, keys):
+def draw_sequences(model, encoding, design, temperature, keys):
     """Draw one sequence for each key, the seed of its random numbers.
 
     encoding: of the structure, or of one noisy copy for each key.
@@ -398,8 +392,8 @@ def drawn_batches(model, encoding, tensors, design, args):
             seen = encoding
             if args.backbone_noise:
                 noisy = with_noise(tensors, keys, args.backbone_noise)
-                seen = encode(model, noisy, encoding.mask.device)
-            S, probs, orders = draw(model, seen, design, temperature, keys)
+                seen = model.encode(model.graph(**noisy).to(encoding.mask.device))
+            S, probs, orders = draw_sequences(model, seen, design, temperature, keys)
             heads = [(f"{title(design, args)}T={temperature:g}, sample={k}", "") for k in numbers]
             yield Scored(heads, S, [(temperature, k) for k in numbers], probs, orders)
 
@@ -423,7 +417,7 @@ def make_results(model, design, args, given, device):
     given: [(header, S (L,))] of the sequences to score; empty: the native one and drawn ones.
     """
     tensors = collate_complexes([design.complex], ("X", "mask", "residue_idx", "chain_id"))
-    encoding = encode(model, tensors, device)
+    encoding = model.encode(model.graph(**tensors).to(device))
     batches = [given_batches(design, args, given)]
     if not given:
         batches = [[native_batch(design, args)]]
@@ -449,7 +443,7 @@ def make_results(model, design, args, given, device):
 
 
 def table_rows(design, batch, scores):
-    """Cells of COLUMNS of drawn sequences. scores: of each."""
+    """Cells of DESIGN_COLUMNS of drawn sequences. scores: of each."""
     path = Path(design.structure.name)
     path = path.parent.resolve() / path.name    # so that the table may be copied elsewhere
     rows = []
@@ -461,10 +455,10 @@ def table_rows(design, batch, scores):
 
 
 def csv_text(rows):
-    """CSV of rows of COLUMNS."""
+    """CSV of rows of DESIGN_COLUMNS."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(COLUMNS)
+    writer.writerow(DESIGN_COLUMNS)
     writer.writerows(rows)
     return text.getvalue()
 
@@ -507,7 +501,7 @@ def make_arrays(model, encoding, design, args, saved, log_p):
 
 # ---- command ----
 
-def read_designs(paths, args, ca_only):
+def make_designs(paths, args, ca_only):
     """The Design of each path. With several paths, a ValueError names its path.
 
     ca_only: for a CA-only model."""
@@ -557,7 +551,7 @@ def run(args):
     device = choose_device(args.device)
     args.many_in_one = len(paths) > 1 and args.out_folder is None
     model = load_proteinmpnn(args.checkpoint, product=fast_linear).eval().to(device)
-    designs = read_designs(paths, args, model.ca_only)
+    designs = make_designs(paths, args, model.ca_only)
     given = [read_given(args, design) for design in designs]
     texts = []
     table = []      # rows of all designs

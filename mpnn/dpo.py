@@ -190,7 +190,7 @@ class ProteinMPNNScorer(Scorer):
 
     def make_graph(self, complex):
         graph = self.base.model.graph(**collate_complexes([complex], GRAPH_INPUT))
-        return type(graph)(*(x.to(self.ddp.device, non_blocking=True) for x in graph))
+        return graph.to(self.ddp.device)
 
     def encoding(self, complexes: list[Complex]) -> Encoding:
         """The encoding of complexes by the base weights."""

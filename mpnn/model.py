@@ -1,6 +1,7 @@
 """ProteinMPNN: from a protein backbone, log-probabilities of the amino acid at each residue.
 
-    model = load_proteinmpnn("v_48_020.pt")         # published weights, also of CA-only models
+    file = torch.load("v_48_020.pt", weights_only=True)     # published, also of CA-only models
+    model = from_checkpoint(file)
     graph = model.graph(X, mask, residue_idx, chain_id)     # no parameters: cache per structure
     order = decoding_order(chain_M * mask, torch.randn(S.shape))    # fixed residues first
     log_probs = model(graph, S, order)                      # (B, L, 21), in nats
@@ -20,26 +21,18 @@ github.com/dauparas/ProteinMPNN.
 """
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 ALPHABET = "ACDEFGHIKLMNPQRSTVWYX"      # the index of a letter in S; X = unknown or unresolved
-PUBLISHED = ("Published files (v_48_002, v_48_010, v_48_020, v_48_030, .pt) are in "
-             "vanilla_model_weights, soluble_model_weights and ca_model_weights of "
-             "github.com/dauparas/ProteinMPNN.")
 MESSAGE_SCALE = 30              # constant divisor of each sum over neighbours, as published
 MAX_TEMPERATURE = 1e6           # all letters equally likely; far above, float32 would overflow
 N_CLASSES = 66                  # classes 0 .. 64: residue offsets -32 .. 32; 65: another chain
 MAX_OFFSET = 32
-MAX_LAYERS = 100                # of the encoder, and of the decoder; published: 3
-# Of weights; torch.isfinite does not know the others.
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-MAX_NOISE = 1000.0              # Angstrom of noise in training; published: at most 0.3
 N_POSITIONAL = 16               # features per offset class
 N_RBF = 16                      # Gaussians per distance
 TINY = 1e-300                   # replaces 0 before a logarithm
@@ -66,6 +59,10 @@ class Graph(NamedTuple):
     mask: Tensor          # (B, L) bool, the residue is resolved
     resolved: Tensor      # (B, L, K) bool, residue and neighbour are resolved
     present: Tensor       # (B, L, K) bool, the neighbour is a residue, not padding
+
+    def to(self, device: torch.device) -> Graph:
+        """The graph on a device."""
+        return Graph(*(tensor.to(device, non_blocking=True) for tensor in self))
 
 
 class Encoding(NamedTuple):
@@ -987,127 +984,43 @@ def random_proteinmpnn(seed: int, **sizes) -> ProteinMPNN:
         return ProteinMPNN(**sizes)
 
 
-def from_checkpoint(checkpoint: Any, dropout: float = 0.0, name: str = "the checkpoint",
+def from_checkpoint(checkpoint: dict, dropout: float = 0.0,
                     product: Callable = F.linear) -> ProteinMPNN:
-    """ProteinMPNN from {num_edges, noise_level, model_state_dict, ...}; sizes are its tensors'.
+    """ProteinMPNN from {num_edges, noise_level, model_state_dict, ...}, published or ours; sizes
+    are those of its tensors. mpnn/weights.py reads and checks files.
 
-    Raises: ValueError with `name` for anything else.
+    Raises: ValueError for weights of another network, with what they are not.
     """
-    num_edges, noise_level, weights = checkpoint_fields(checkpoint, name)
-    refuse_other_architectures(weights, name)
-    hidden_size = weights["W_e.bias"].numel() if "W_e.bias" in weights else 128
+    weights = {name.removeprefix("module."): value
+               for name, value in checkpoint["model_state_dict"].items()}
+    W_e = weights.get("W_e.weight")
+    hidden_size = 0 if W_e is None or W_e.dim() != 2 else len(W_e)
     n_encoder = count_layers(weights, "encoder_layers.")
     n_decoder = count_layers(weights, "decoder_layers.")
     if 0 in (hidden_size, n_encoder, n_decoder):
-        raise ValueError(f"{name} is not a ProteinMPNN: its W_e.bias has {hidden_size} numbers, "
-                         f"and it has {n_encoder} encoder and {n_decoder} decoder layers; expected "
-                         f"at least 1 of each. {PUBLISHED}")
-    if max(n_encoder, n_decoder) > MAX_LAYERS:
-        raise ValueError(f"{name} has {n_encoder} encoder and {n_decoder} decoder layers; expected "
-                         f"at most {MAX_LAYERS} of each. {PUBLISHED}")
+        raise ValueError(f"this is not a ProteinMPNN: its W_e.weight has {hidden_size} rows, and "
+                         f"it has {n_encoder} encoder and {n_decoder} decoder layers; expected at "
+                         "least 1 of each.")
     ca_only = has_edge_features(weights, N_CA_FEATURES)
-    check_size(weights, hidden_size, n_encoder + n_decoder, name)
     # Not on device "meta": its first use imports a compiler, which takes more than a second.
-    model = random_proteinmpnn(0, num_edges=num_edges, hidden_size=hidden_size,
+    model = random_proteinmpnn(0, num_edges=checkpoint["num_edges"], hidden_size=hidden_size,
                                n_encoder=n_encoder, n_decoder=n_decoder, dropout=dropout,
-                               noise_level=noise_level, ca_only=ca_only, product=product)
+                               noise_level=checkpoint["noise_level"], ca_only=ca_only,
+                               product=product)
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
         kind = "CA-only ProteinMPNN" if ca_only else "ProteinMPNN"
         problems = " ".join(str(error).split("\n", 1)[-1].split())
-        raise ValueError(f"{name} is not a {kind} of {n_encoder} + {n_decoder} layers: "
-                         f"{problems:.400} {PUBLISHED}") from None
-    not_finite = [key for key, value in model.state_dict().items() if not value.isfinite().all()]
-    if not_finite:
-        raise ValueError(f"{name}: {not_finite[0]} has values that are not finite. {PUBLISHED}")
+        raise ValueError(f"this is not a {kind} of {n_encoder} + {n_decoder} layers: "
+                         f"{problems:.400}") from None
     return model
-
-
-def check_size(weights, hidden_size, n_layers, name):
-    """Refuse weights by name that hold fewer numbers than a network of this size needs, before it
-    takes memory. Raises: ValueError."""
-    # A tensor can repeat the few numbers that a file holds, so as to be of any size.
-    stored = {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes()
-              for value in weights.values()}
-    n_bytes = sum(value.numel() * value.element_size() for value in weights.values())
-    if n_bytes > sum(stored.values()):
-        raise ValueError(f"{name}: its tensors have {n_bytes:,} bytes, of which "
-                         f"{sum(stored.values()):,} are stored. {PUBLISHED}")
-    n_numbers = sum(value.numel() for value in weights.values())
-    fewest = 10 * n_layers * hidden_size**2   # a layer has 14 or 18 such matrices
-    if n_numbers < fewest:
-        raise ValueError(f"{name} is not a ProteinMPNN: it has {n_numbers:,} numbers; expected "
-                         f"more than {fewest:,} for {n_layers} layers of width {hidden_size:,}. "
-                         f"{PUBLISHED}")
-
-
-def checkpoint_fields(checkpoint, name):
-    """(num_edges, noise_level, weights by name) of a checkpoint. ValueError for anything else."""
-    keys = ("num_edges", "noise_level", "model_state_dict")
-    if isinstance(checkpoint, dict):
-        found = [str(key) for key in checkpoint]
-    else:
-        found = [f"a {type(checkpoint).__name__}"]
-    if not set(keys) <= set(found):
-        raise ValueError(f"{name} holds {', '.join(found[:8])}; expected {', '.join(keys)}, as "
-                         f"best_model.pt of a run does. {advice_on(checkpoint, name)}")
-    num_edges, noise_level, weights = (checkpoint[key] for key in keys)
-    is_right = type(num_edges) is int and num_edges >= 1
-    is_right = is_right and type(noise_level) in (int, float) and 0 <= noise_level <= MAX_NOISE
-    is_right = is_right and isinstance(weights, dict) and all(map(is_weight, weights.items()))
-    if not is_right:
-        raise ValueError(f"{name} has num_edges {num_edges!r:.40}, noise_level "
-                         f"{noise_level!r:.40} and "
-                         f"model_state_dict, a {type(weights).__name__}; expected an int above 0, "
-                         "Angstrom, and a dict of dense floating-point tensors by name.")
-    weights = {key.removeprefix("module."): value for key, value in weights.items()}
-    return num_edges, noise_level, weights
-
-
-def advice_on(checkpoint, name):
-    """What to do with a file that is no ProteinMPNN weights: for those of this project, their use.
-    """
-    weights = None
-    if isinstance(checkpoint, dict):
-        weights = checkpoint.get("model", checkpoint)
-    names = set()
-    if isinstance(weights, dict):
-        names = {str(key).removeprefix("module.") for key in weights}
-    if "vocab_embed.embedding" in names:
-        return "It is a SEDD model: sample_sedd.py and train_sedd_ddp.py take it."
-    if "W_e.weight" in names:
-        folder = os.path.dirname(os.path.dirname(os.path.abspath(name)))
-        return ("It is a checkpoint that train_dpo_ddp.py resumes from; its weights are "
-                f"{os.path.join(folder, 'latest_model.pt')}, and the best best_model.pt there.")
-    return PUBLISHED
-
-
-def is_weight(item):
-    """Is this (key, value) of a dict a name with a dense tensor of floating-point numbers?"""
-    name, value = item
-    return (isinstance(name, str) and torch.is_tensor(value) and value.dtype in FLOATS
-            and value.layout == torch.strided and not value.is_meta)
 
 
 def has_edge_features(weights, n):
     """Whether the network of these weights takes n features of an edge."""
     embedding = weights.get("features.edge_embedding.weight")
     return embedding is not None and embedding.shape[-1:] == (n,)
-
-
-def refuse_other_architectures(weights, name):
-    """ValueError for weights of a related network."""
-    # CA-only models have these layers too, but fewer features of an edge.
-    has_nodes = any(key.startswith(("W_v.", "features.node_embedding.")) for key in weights)
-    if any(key.startswith("context_encoder_layers.") for key in weights):
-        other = "a LigandMPNN with ligand context"
-    elif has_nodes and has_edge_features(weights, N_FEATURES):
-        other = "a membrane-label ProteinMPNN"
-    else:
-        return
-    raise ValueError(f"{name} is {other}, another architecture; expected ProteinMPNN for full "
-                     f"backbones, vanilla or soluble, or for CA atoms alone. {PUBLISHED}")
 
 
 def count_layers(weights, prefix):

@@ -19,13 +19,13 @@ import numpy as np
 from proteins.seeds import FOR_MUTATIONS, random_words
 from proteins.letters import decode
 
-KINDS = ("wild_type", "mutants", "both")
+AGAINST = ("wild_type", "mutants", "both")
 WILD_TYPE = ()
 
 
 class Rules(NamedTuple):
     """Which pairs are made."""
-    against: str = "both"           # one of KINDS
+    against: str = "both"           # one of AGAINST
     wild_type: float = 0.0          # its value, in the unit of the variants'
     rounds: int = 2
     margin: float = 0.0             # least difference of values

@@ -26,7 +26,8 @@ import numpy as np
 
 from proteins.structures import CA_MODEL, Complex, parse_positions, read_structure
 from proteins.letters import LETTERS, X_ID, encode
-from dpo.pair_files import MAX_LISTED, quote, read_items, read_weight
+from dpo.pair_files import MAX_LISTED, read_items, read_weight
+from proteins.tables import quote
 from proteins.seeds import content_key
 
 REQUIRED = ("pdb_file", "preferred_seq", "unpreferred_seq")

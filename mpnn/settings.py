@@ -208,7 +208,8 @@ class Design:
     def make_pssm(self, share_of_all, of_chains):
         """Pssm by row of the complex; it has no effect on chains that the file does not mention.
 
-        share_of_all: of the PSSM in the probabilities, 0 to 1. of_chains: see Settings.pssm."""
+        share_of_all: of the PSSM in the probabilities, 0 to 1. of_chains: see
+            StructureSettings.pssm."""
         share = np.zeros((len(self.rows), 1))
         letters = np.zeros((len(self.rows), len(LETTERS)))
         for name, (of_rows, probabilities) in of_chains.items():

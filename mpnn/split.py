@@ -15,7 +15,7 @@ import numpy as np
 
 from mpnn.demo import demo_pairs
 from mpnn.pairs import describe, read_pairs
-from dpo.pair_files import PairsOfRun, hold_out, join_groups, pairs_of_run, read_both
+from dpo.pair_files import PairsOfRun, hold_out_groups, join_groups, pairs_of_run, read_both
 from proteins.seeds import FOR_SPLIT, content_key, random_words
 
 MOST_MISSED = 2             # warn if the held-out fraction misses val_fraction by a larger factor
@@ -101,7 +101,7 @@ def split_pairs(pairs: list, val_fraction: float, seed: int) -> tuple[list, list
                          "can be split. Give a file of validation pairs (--val_data), or train "
                          "without validation (data.val_fraction=0).")
     if by_sequence:
-        is_val = hold_out(groups, val_fraction, seed)
+        is_val = hold_out_groups(groups, val_fraction, seed)
     else:
         draws = [random_words(1, [FOR_SPLIT, seed, key])[0] for key in keys.tolist()]
         order = np.argsort(draws, kind="stable").tolist()

@@ -172,7 +172,7 @@ def log_probs_alone(model: ProteinMPNN, complex: Complex, rows: list[int]) -> Te
     rows: P rows of the complex, resolved."""
     one_each = torch.ones(len(rows), 1, dtype=torch.int64)
     graph = model.graph(torch.from_numpy(complex.X[rows, None]), one_each, one_each, one_each)
-    encoding = model.encode(on_device_of(model, graph))
+    encoding = model.encode(graph.to(next(model.parameters()).device))
     return model.unconditional(encoding)[:, 0]
 
 
@@ -206,12 +206,7 @@ def variant_order(n_residues: int, seed: int, number: int) -> Tensor:
 def encode_complex(model, complex):
     """The model's encoding of one complex."""
     tensors = collate_complexes([complex], ("X", "mask", "residue_idx", "chain_id"))
-    return model.encode(on_device_of(model, model.graph(**tensors)))
-
-
-def on_device_of(model, graph):
-    device = next(model.parameters()).device
-    return type(graph)(*(x.to(device) for x in graph))
+    return model.encode(model.graph(**tensors).to(next(model.parameters()).device))
 
 
 # ---- several mutations ----

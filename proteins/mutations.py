@@ -2,7 +2,7 @@
 
     table = read_mutations("s2648.csv", measured="ddg")
     proteins, skipped = place_all(table)            # a Protein for each structure and chain
-    rest, held_out = hold_out(proteins, 0.2)        # by the sequence of the mutated chain
+    rest, held_out = hold_out_proteins(proteins, 0.2)   # by the sequence of the mutated chain
     protein = scan_sequence("mine", "MKTAYIAKQ")    # all single mutations
 
 A list has one variant per line, such as A12V or A12V:G45D; text after # is left out. A table (CSV,
@@ -26,11 +26,11 @@ import numpy as np
 
 from proteins.structures import Chain, Complex, Structure, parse_positions, read_structure
 from proteins.tables import (MAX_LISTED, check_cells, read_rows, read_table_text, refuse_all,
-                             refuse_fasta, table_columns)
+                             table_columns)
 from proteins.letters import AMINO_ACIDS, LETTERS, decode, encode
 
 OPTIONAL = ("pdb_file", "chain", "context", "sequence")
-LARGEST = 1e100         # measured value, so that sums of squares stay finite
+LARGEST_VALUE = 1e100   # that is measured, so that sums of squares stay finite
 WORD = 4                # letters; unrelated proteins of usual lengths share few words of four
 ALIKE = 0.3             # fraction of its words that a protein shares with a relative
 SHOWN = 8               # letters of a sequence that stand for its name
@@ -109,7 +109,7 @@ def read_mutations(path: str | Path, measured: str | None = None) -> MutationTab
     path = Path(path)
     variants = []
     problems = []
-    for line, row in rows_of(path, measured):
+    for line, row in lines_of(path, measured):
         try:
             cells = check_cells(row)
             value = read_value(cells[measured], measured) if measured else math.nan
@@ -289,7 +289,8 @@ def check_placed(table, proteins, skipped, problems, where):
         raise ValueError(f"{table.path}: no variant fits its {where}. Found {skipped[0]}.")
 
 
-def hold_out(proteins: list[Protein], fraction: float) -> tuple[list[Protein], list[Protein]]:
+def hold_out_proteins(proteins: list[Protein],
+                      fraction: float) -> tuple[list[Protein], list[Protein]]:
     """Hold out some proteins, by a hash of the mutated chain's sequence.
 
     A protein's side depends on nothing else: not on the other proteins, names, or a seed. Equal
@@ -380,7 +381,7 @@ def find_residues(mutations: tuple[Mutation, ...], chain: Chain) -> list[tuple[i
 
 # ---- lines ----
 
-def rows_of(path, measured):
+def lines_of(path, measured):
     """[(line number, {column: text})] of a table, or of a list as a table with one column."""
     text = read_table_text(path)
     if measured == "":
@@ -394,7 +395,9 @@ def rows_of(path, measured):
     if measured:
         raise ValueError(f"{path} is a list; expected a table with the columns mutation and "
                          f"{measured} in line 1, so spelt.")
-    refuse_fasta(path, text)
+    if text.lstrip().startswith(">"):
+        raise ValueError(f"{path} is a FASTA file, which begins with >; expected a list of "
+                         "mutations, one variant per line, such as A12V.")
     rows = []
     for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].strip()
@@ -431,7 +434,7 @@ def read_value(text, column):
         value = float(text)
     except ValueError:
         value = math.nan
-    if not abs(value) < LARGEST:        # `not <` is true for nan too
+    if not abs(value) < LARGEST_VALUE:    # `not <` is true for nan too
         raise ValueError(f"found {text!a:.60} as {column}; expected a number, or nothing")
     return value
 

@@ -1,4 +1,4 @@
-"""Tables that people write: CSV with commas or tabs, each line checked, all problems listed.
+"""Tables that people write: CSV with commas or tabs, each line checked, all problems listed. JSON.
 
     rows = read_rows("designs.csv", required=("pdb", "score"), optional=("context",))
     cells = check_cells(row)                # of each row; ValueError: what is wrong in it
@@ -7,10 +7,12 @@
 import collections
 import csv
 import io
+import json
 import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from training.files import read_text
 from training.problems import refuse
@@ -91,8 +93,31 @@ def refuse_all(path: str | Path, problems: list[str], things: str = "lines") -> 
     refuse(problems, f"{path}: {len(problems):,} {things} cannot be used:", MAX_LISTED)
 
 
-def refuse_fasta(path: str | Path, text: str) -> None:
-    """Raise a ValueError for a list of variants whose text is that of a FASTA file."""
-    if text.lstrip().startswith(">"):
-        raise ValueError(f"{path} is a FASTA file, which begins with >; expected a list of "
-                         "mutations, one variant per line, such as A12V.")
+# ---- JSON ----
+
+def parse_json(text: str | bytes, where: str | Path, expected: str) -> Any:
+    """The value of a text of JSON, whose objects have each key once.
+
+    where, expected: for messages: file, perhaps with a line; what the value should be.
+    Raises: ValueError for anything else."""
+    try:
+        return json.loads(text, object_pairs_hook=unique_keys)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: this is not valid JSON: {str(error)[:80]}. Expected "
+                         f"{expected}.") from None
+
+
+def unique_keys(items: list[tuple]) -> dict:
+    """Dict of the (key, value) items of a JSON object. Raises: ValueError for a key given twice."""
+    found = {}
+    for key, value in items:
+        if key in found:
+            raise ValueError(f"key {quote(key)} given twice")
+        found[key] = value
+    return found
+
+
+def quote(value) -> str:
+    """A value as short JSON."""
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."

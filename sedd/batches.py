@@ -3,7 +3,7 @@
     plan = BatchPlan(train.length_counts(), 512, micro_batches=4, tokens=8192)
     reader = BatchReader(plan, train, sum_rows(train, plan))
     proteins, width = reader.micro_batch(step, lane)     # one of 4 lanes, on any number of ranks
-    for indices in eval_batches(val.lengths, tokens=8192): ...
+    for indices in batches_within(val.lengths, tokens=8192): ...
     batch = to_device(batch, device, torch.float32)
 
 A plan depends on the lengths of the proteins, the size of the global batch and a seed; never on
@@ -420,8 +420,8 @@ class BatchReader:
 
 # ---- evaluation, and any batch ----
 
-def eval_batches(lengths, tokens):
-    """Batches for evaluation, each protein in exactly one, longest first.
+def batches_within(lengths, tokens):
+    """Batches within a budget of tokens, each protein in exactly one, longest first.
 
     lengths: (n,) residues after cropping. tokens: budget of a batch, padding included.
     Returns a list of int64 index arrays, the same on every rank: rank r of R takes batches r, r + R

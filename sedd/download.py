@@ -31,8 +31,8 @@ GZIP = b"\x1f\x8b"              # the first two bytes of a gzip file
 # themselves. Not --retry: with it, curl throws away what came before it lost the connection.
 CURL = ("curl", "--fail", "--location", "--globoff", "--speed-limit", "1", "--speed-time", "60")
 QUIET = ("--silent", "--show-error")
-ADVICE = ("Check the network (on a cluster: a login node, or set https_proxy), name a mirror "
-          "(--url), or give files of your own (--fasta)")
+CURL_ADVICE = ("Check the network (on a cluster: a login node, or set https_proxy), name a mirror "
+               "(--url), or give files of your own (--fasta)")
 
 
 class Source(NamedTuple):
@@ -116,7 +116,8 @@ def receive(source: Source, part: Path) -> None:
         failures = 1 if after > before else failures + 1
         if after == size_at_first or failures == TRIES:
             raise OSError(f"{safe_url(source.url)}: curl ended with code {code}, see its words "
-                          f"above; {part} has {after:,} bytes. {ADVICE}; the same command goes on.")
+                          f"above; {part} has {after:,} bytes. {CURL_ADVICE}; the same command "
+                          "goes on.")
         time.sleep(PAUSE * 2 ** (failures - 1))
 
 
@@ -140,12 +141,12 @@ def stream(source: Source) -> Iterator[io.BufferedReader]:
     with subprocess.Popen(command_of(source.url, *QUIET), bufsize=0,
                           stdout=subprocess.PIPE) as curl:
         try:
-            yield io.BufferedReader(Output(curl, safe_url(source.url)))
+            yield io.BufferedReader(CurlOutput(curl, safe_url(source.url)))
         finally:
             curl.kill()
 
 
-class Output(io.RawIOBase):
+class CurlOutput(io.RawIOBase):
     """What a running curl writes. Its end raises an OSError, if curl has failed."""
 
     def __init__(self, curl, name):
@@ -160,7 +161,7 @@ class Output(io.RawIOBase):
         n_bytes = self.curl.stdout.readinto(buffer)
         if n_bytes == 0 and self.curl.wait() != 0:
             raise OSError(f"{self.name}: curl ended with code {self.curl.returncode}, see its "
-                          f"words above. {ADVICE}.")
+                          f"words above. {CURL_ADVICE}.")
         return n_bytes
 
 

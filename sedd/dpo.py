@@ -19,7 +19,7 @@ from sedd.bounds import PairBounds, margin_variance
 from sedd.designs import Designs
 from sedd.model import describe_memory
 from sedd.pairs import load_pairs
-from sedd.weights import Sedd, load_sedd
+from sedd.weights import load_sedd
 from training.optimizer import state_bytes
 
 PER_RESIDUE = ("ipo_norm", "sigmoid_norm", "simpo")   # losses of means over residues
@@ -61,7 +61,7 @@ class SeddKind(Kind):
         sedd = read_base(config.model.base)
         check_entropy(config.loss.diversity_lambda, sedd)
         name, *assumed = sedd.notes
-        return Base(sedd.model, name, settings_of(sedd), notes=tuple(assumed), more=sedd)
+        return Base(sedd.model, name, settings_text(sedd), notes=tuple(assumed), more=sedd)
 
     def load_pairs(self, config: Any, base: Base | None, alive: Callable) -> PairsOfRun:
         max_length = None
@@ -69,7 +69,7 @@ class SeddKind(Kind):
             max_length = base.more.max_length
         longest = longest_of(max_length, config)
         data = load_pairs(config.data, config.training.seed, longest, alive)
-        check_lengths([*data.train, *(data.val or [])], config.loss.name)
+        check_equal_lengths([*data.train, *(data.val or [])], config.loss.name)
         return data
 
     def scorer(self, base: Base, pairs: list, config: Any, ddp: Any) -> "SeddScorer":
@@ -94,13 +94,13 @@ def read_base(path):
         raise ValueError(f"base weights: {error}") from None
 
 
-def settings_of(sedd):
+def settings_text(sedd):
     """Text of what decides the scores of a Sedd beside its weights: some settings change what equal
     weights mean, some the noise, and the letters are those of the control variate."""
     return json.dumps([sedd.config, sedd.letters.tolist()], sort_keys=True, default=str)
 
 
-def check_lengths(pairs, name):
+def check_equal_lengths(pairs, name):
     """ValueError for a loss of means over residues, if the sequences of a pair have two lengths."""
     unequal = sum(len(pair.chosen) != len(pair.rejected) for pair in pairs)
     if name in PER_RESIDUE and unequal:
@@ -126,7 +126,8 @@ class SeddScorer(Scorer):
     def __init__(self, base: Base, pairs: list, config: Any, ddp: Any):
         super().__init__(base, pairs, config, ddp)
         self.sedd = base.more._replace(model=base.model)
-        self.bounds = bounds_of(self.sedd, config)
+        self.bounds = PairBounds(self.sedd.graph, self.sedd.noise, self.sedd.letters,
+                                 config.estimator.samples, config.estimator.share)
         self.shape = (self.bounds.samples, 2)
         self.is_fixed = config.estimator.fixed
 
@@ -178,12 +179,6 @@ class SeddScorer(Scorer):
 
 
 # ---------------------------------------------------------------- batches
-def bounds_of(sedd: Sedd, config: Any) -> PairBounds:
-    """The estimator of log-likelihoods that a config asks for."""
-    return PairBounds(sedd.graph, sedd.noise, sedd.letters, config.estimator.samples,
-                      config.estimator.share)
-
-
 def make_batch(pairs: list, bounds: PairBounds,  # noqa: PLR0913  (two are of the caller's call)
                indices: list[int], seed: int, epoch: int | None = None,
                fixed: bool = False) -> dict[str, Any]:

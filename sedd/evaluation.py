@@ -13,7 +13,7 @@ from training.resume import save_run
 from training.files import write_text_atomic
 from sedd.bounds import TIME_EPS, Unigram
 from sedd.diffusion import sample, score_entropy_loss
-from sedd.batches import eval_batches, to_device
+from sedd.batches import batches_within, to_device
 from proteins.letters import X_ID, decode
 from proteins.seeds import keyed_generator
 from proteins.sequences import collate, random_crops
@@ -43,7 +43,7 @@ class BoundEstimator:
         self.noise = noise
         self.start = start
         self.samples = samples
-        self.batches = eval_batches(proteins.lengths, proteins.lengths.max(initial=tokens))
+        self.batches = batches_within(proteins.lengths, proteins.lengths.max(initial=tokens))
         rows = [proteins[i] for i in range(len(proteins))]
         self.counts = np.array([(row != X_ID).sum() for row in rows])
         self.unigram_model = Unigram(letter_counts, graph, noise)

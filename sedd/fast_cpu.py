@@ -8,7 +8,7 @@ Measured gains stand beside each part. Needs torch and training/fast_linear.py.
 import torch
 import torch.nn.functional as F
 
-from sedd.model import SEDD, Block, Head, at_least_float32, join_heads, modulated, split_heads
+from sedd.model import SEDD, Block, Head, join_heads, modulated, split_heads, wide_dtype
 from training.fast_linear import fast_linear, on_cpu
 
 # The list of positions that are wanted is padded, with position 0, to a multiple of this, as
@@ -133,7 +133,7 @@ def take(x, rows):
 def spread(modulation, proteins):
     """modulation (B, 1, C), of each protein -> (n, 1, C), of each position. In float32 at least, as
     the gradient is a sum over hundreds of positions of a protein: too many for bfloat16."""
-    exact = modulation.to(at_least_float32(modulation.dtype))
+    exact = modulation.to(wide_dtype(modulation.dtype))
     return take(exact, proteins).to(modulation.dtype)
 
 

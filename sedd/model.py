@@ -101,7 +101,7 @@ class SEDD(nn.Module):
         Raises ValueError for other shapes or dtypes.
         """
         check_inputs(xt, sigma, mask=mask, wanted=wanted)
-        exact = at_least_float32(self.vocab_embed.embedding.dtype)
+        exact = wide_dtype(self.vocab_embed.embedding.dtype)
         sigma = sigma.to(exact)
         # Autocast to bfloat16 would make neighbouring noise levels equal. This costs no time.
         with torch.autocast(xt.device.type, enabled=False):
@@ -249,7 +249,7 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.ones(hidden_size))
 
     def forward(self, h):
-        exact = at_least_float32(h.dtype)
+        exact = wide_dtype(h.dtype)
         weight = self.weight.to(exact)
         return F.layer_norm(h.to(exact), weight.shape, weight, None, 1e-5).to(h.dtype)
 
@@ -279,7 +279,8 @@ def rotate(x, rotary):
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
 
 
-def at_least_float32(dtype):
+def wide_dtype(dtype):
+    """float32, or the dtype itself if it is wider."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -361,7 +362,7 @@ class EMA:
             raise ValueError(f"decay = {decay}; expected 0 <= decay < 1.")
         self.decay = decay
         self.num_updates = 0
-        self.shadow_params = [p.detach().to(at_least_float32(p.dtype), copy=True)
+        self.shadow_params = [p.detach().to(wide_dtype(p.dtype), copy=True)
                               for p in parameters if p.requires_grad]
 
     @torch.no_grad()

@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 
 from proteins.letters import X_ID, encode
-from dpo.pair_files import (PairsOfRun, hold_out, join_groups, pairs_of_run, quote, read_both,
+from dpo.pair_files import (PairsOfRun, hold_out_groups, join_groups, pairs_of_run, read_both,
                             read_items, read_list, read_weight)
 from proteins.seeds import content_key
-from proteins.tables import check_cells, read_rows, read_table_text, table_columns
+from proteins.tables import check_cells, quote, read_rows, read_table_text, table_columns
 
 REQUIRED = ("preferred_seq", "unpreferred_seq")
 OPTIONAL = ("group", "weight", "description")
@@ -166,7 +166,7 @@ def load_pairs(data: Any, seed: int, longest: int | None,
                              "that they share, so none can be held out; expected two groups or "
                              "more. Give a file of validation pairs (--val_data), or train "
                              "without validation (data.val_fraction=0).")
-        is_val = hold_out(groups, data.val_fraction, seed)
+        is_val = hold_out_groups(groups, data.val_fraction, seed)
         val = [pair for pair, held in zip(pairs, is_val) if held]
         n_groups = len(set(groups[is_val].tolist()))
         pairs = [pair for pair, held in zip(pairs, is_val) if not held]

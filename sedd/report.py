@@ -1,10 +1,11 @@
-"""Compare protein sequences, such as samples of a model, with a reference: a table and a picture.
+"""The report of sample_sedd.py --report: samples compared with reference proteins, as a table and
+a picture.
 
-    python -m sedd.report samples.fasta reference.fasta --picture report.png
+    print(report(samples, sequences_of("proteins.fasta"), picture="samples.png"))
 
-Reads two FASTA files (.gz or not), without gaps. Prints a table; draws the picture if matplotlib is
-installed. They show the composition of the sequences, their repeats, and how similar each is to its
-nearest sequence of the reference. They do not show whether the proteins fold or work.
+The picture is drawn if matplotlib is installed. Table and picture show the composition of the
+sequences, their repeats, and how similar each is to its nearest sequence of the reference. They do
+not show whether the proteins fold or work.
 
 - Frequencies and dipeptides: KL divergence of the samples' shares from the reference's, in nats;
   one is added to each count, so that none is zero.
@@ -20,15 +21,12 @@ nearest sequence of the reference. They do not show whether the proteins fold or
 """
 import itertools
 import math
-import sys
 from collections import Counter
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from training.parser import Parser
-from training.files import check_output, write_whole
+from training.files import write_whole
 from proteins.tables import refuse_all
 from proteins.letters import AMINO_ACIDS, encode
 from proteins.sequences import named_sequences
@@ -111,7 +109,7 @@ def longest_repeat(text):
     return low
 
 
-def words_of(text):
+def kmers_of(text):
     """The K-mers of a sequence, in order."""
     return [text[i:i + K] for i in range(len(text) - K + 1)]
 
@@ -126,15 +124,15 @@ class Novelty(NamedTuple):
 
 def compare(samples, reference):
     """The Novelty of samples. samples, reference: lists of str."""
-    holders = {word: [] for text in samples for word in words_of(text)}
+    holders = {word: [] for text in samples for word in kmers_of(text)}
     for place, text in enumerate(reference):
-        for i, word in enumerate(words_of(text)):
+        for i, word in enumerate(kmers_of(text)):
             if word in holders:
                 holders[word].append((place, i))
     random = np.random.default_rng(0)
     rows = []
     for text in samples:
-        words = words_of(text)
+        words = kmers_of(text)
         new = math.nan
         if words:
             new = sum(not holders[word] for word in set(words)) / len(set(words))
@@ -162,7 +160,7 @@ def identity(one, other):
 
 def difference(samples):
     """Mean over pairs of 1 - shared / all K-mers, of up to MOST_PAIRS samples; nan for one."""
-    words = [set(words_of(text)) for text in samples[:MOST_PAIRS]]
+    words = [set(kmers_of(text)) for text in samples[:MOST_PAIRS]]
     values = [1 - len(a & b) / max(len(a | b), 1) for a, b in itertools.combinations(words, 2)]
     return float(np.mean(values)) if values else math.nan
 
@@ -210,11 +208,11 @@ def report(samples, reference, picture=None):
     lines = [f"{'':<47}{'samples':>15}  {'reference':>15}"]
     lines += [f"{name:<47}{mine:>15}  {other:>15}".rstrip() for name, mine, other in rows]
     if picture is not None:
-        lines.append(draw(ours, theirs, novelty, picture))
+        lines.append(draw_picture(ours, theirs, novelty, picture))
     return "\n".join(lines)
 
 
-def draw(ours, theirs, novelty, path):
+def draw_picture(ours, theirs, novelty, path):
     """Draw the picture. Returns a line that says where it is, or why there is none."""
     try:
         from matplotlib.figure import Figure
@@ -247,32 +245,3 @@ def draw(ours, theirs, novelty, path):
         axis.legend()
     write_whole(path, lambda file: figure.savefig(file, dpi=120, format="png"))
     return f"picture: {path}"
-
-
-def main(argv):
-    parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False)
-    parser.add_argument("samples", type=Path, help="FASTA file")
-    parser.add_argument("reference", type=Path, help="FASTA file")
-    parser.add_argument("--picture", type=Path, help="PNG to draw")
-    try:
-        args = parser.parse_args(argv)
-        if args.picture and args.picture.suffix.lower() != ".png":
-            raise ValueError(f"found --picture {args.picture}; expected a name that ends in .png.")
-        for path in (args.samples, args.reference):
-            if not path.exists():
-                raise ValueError(f"there is no file {path}; expected FASTA.")
-        if args.picture:
-            check_output(args.picture, [args.samples, args.reference])
-        samples, reference = map(sequences_of, (args.samples, args.reference))
-        print(report(samples, reference, args.picture), flush=True)
-        return 0
-    except (ValueError, OSError) as error:
-        print(f"sedd/report.py: error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("sedd/report.py: interrupted (Ctrl-C)", file=sys.stderr)
-        return 130
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -45,7 +45,7 @@ def predict_letters(sedd, rows, tokens=16384, dtype=torch.float32, ddp=None):
         is_mask = part == mask_of(sedd)
         share = is_mask.float().mean(1).clamp(max=0.99)
         with autocast(dtype, ddp):   # the noise level at which this share is masked on average
-            scores = sedd.model(part, -torch.log1p(-share))
+            scores = sedd.model(part, -torch.log1p(-share), None, is_mask)
         log_p = torch.log_softmax(scores[is_mask][:, :X_ID].float(), -1).cpu()
         end = ends[first:first + size][-1]
         out[end - len(log_p):end] = log_p

@@ -77,7 +77,7 @@ class LossSettings:
 
 
 @dataclass
-class Settings:
+class SavedConfig:
     """The part of a config that decides what weights mean."""
     model: Sizes
     graph: GraphSettings
@@ -105,7 +105,7 @@ class About:
 @dataclass(kw_only=True)
 class Saved(About):
     """A file of SEDD, apart from its weights."""
-    config: Settings
+    config: SavedConfig
     max_length: int | None = key(None, least=1)
     alphabet: str = LETTERS
     letters: list[int] | None = key(None, least=0, most=10**15)   # their sum has 64 bits

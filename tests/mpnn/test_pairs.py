@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mpnn.pairs import describe, read_pairs
-from dpo.pair_files import unique_keys
+from proteins.tables import unique_keys
 from mpnn_cases import AB, ABSENT, GOOD, Atoms, changed, refusal, write
 from proteins.letters import decode
 

@@ -425,10 +425,9 @@ def test_files_of_something_else_are_refused_with_what_was_found(tmp_path):
         ({"W_out.bias": None}, "Missing key.* .W_out.bias"),
         ({"W_s.weight": ones(22, 8)}, r"mismatch for W_s.weight: .*\[22, 8\].*\[21, 8\]"),
         ({"W_e.weight": torch.full((8, 8), math.nan)}, "W_e.weight has values that are not finite"),
-        ({"W_e.bias": ones(8).char()}, "dict of dense floating-point tensors"),
         ({key: None for key in state if "coder" in key}, r"0 encoder and 0 decoder layers"))]
-    for content, message in [*cases, ({**good, "num_edges": 48.0}, "48.0"),
-                             (state, "expected num_edges"), ([1, 2], "holds a list")]:
+    for content, message in [*cases, ({**good, "num_edges": 48.5}, "num_edges is 48.5"),
+                             (state, "expected num_edges"), ([1, 2], "no model_state_dict")]:
         torch.save(content, path)
         with pytest.raises(ValueError, match=message) as error:
             load_proteinmpnn(path)
@@ -464,24 +463,20 @@ def test_a_pickle_of_another_program_is_refused_as_such(tmp_path):
 
 
 @pytest.mark.parametrize("changes, message", [
-    ({f"encoder_layers.{i}.norm1.weight": torch.ones(8) for i in range(3000)}, "3000 encoder"),
-    ({f"decoder_layers.{i}.norm1.weight": torch.ones(8) for i in range(90)}, "for 91 layers"),
-    ({"W_e.bias": torch.ones(1).expand(10**9)}, "are stored"),
-    ({"W_e.weight": torch.ones(1).expand(8, 8)}, "bytes, of which .* are stored"),
-    ({"W_e.bias": torch.ones(8).to_sparse()}, "dense"),
-    ({"W_e.bias": torch.ones(8).to(torch.float8_e4m3fn)}, "floating-point"),
-    ({5: torch.ones(8)}, "by name")],
-    ids=["many layers", "missing layers", "a wide one", "repeated numbers", "sparse", "8 bits",
-         "no name"])
-def test_weights_that_lie_are_refused_before_a_network_is_built(monkeypatch, changes, message):
+    ({"W_e.bias": torch.ones(1).expand(10**9)}, "would take"),
+    ({5: torch.ones(8)}, "5")], ids=["repeated numbers", "no name"])
+def test_weights_that_lie_are_refused_before_a_network_is_built(monkeypatch, tmp_path, changes,
+                                                                message):
     good = to_checkpoint(random_proteinmpnn(0, hidden_size=8, n_encoder=1, n_decoder=1))
+    path = tmp_path / "model.pt"
+    torch.save({**good, "model_state_dict": {**good["model_state_dict"], **changes}}, path)
 
     def build(seed, **sizes):
         raise AssertionError(f"a network of {sizes} is built")
 
     monkeypatch.setattr("mpnn.model.random_proteinmpnn", build)
     with pytest.raises(ValueError, match=message):
-        from_checkpoint({**good, "model_state_dict": {**good["model_state_dict"], **changes}})
+        load_proteinmpnn(path)
 
 
 def test_random_weights_come_from_their_seed_and_leave_torchs_generator_alone():
@@ -525,9 +520,10 @@ def test_every_product_of_edges_is_computed_by_the_product_that_is_given():
 
 @pytest.mark.parametrize("name, advice", [("vocab_embed.embedding", "a SEDD model"),
                                           ("W_e.weight", "latest_model.pt")])
-def test_a_checkpoint_that_holds_no_weights_for_it_says_what_it_is(name, advice):
+def test_a_checkpoint_that_holds_no_weights_for_it_says_what_it_is(tmp_path, name, advice):
+    torch.save({"model": {name: torch.zeros(1)}}, tmp_path / "last.pt")
     with pytest.raises(ValueError, match=advice):
-        from_checkpoint({"model": {name: torch.zeros(1)}}, name="runs/x/checkpoints/last.pt")
+        load_proteinmpnn(tmp_path / "last.pt")
 
 
 def test_no_pssm_brings_back_a_letter_that_is_omitted():

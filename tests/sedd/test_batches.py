@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sedd import batches as module
-from sedd.batches import BatchPlan, BatchReader, eval_batches, sum_rows, to_device
+from sedd.batches import BatchPlan, BatchReader, batches_within, sum_rows, to_device
 from proteins.sequences import Proteins, read_sequences
 
 BUDGETS = pytest.mark.parametrize("budget", [dict(tokens=4096), dict(batch_size=12)])
@@ -215,7 +215,7 @@ def test_few_proteins_fill_every_lane_and_step():
 @pytest.mark.parametrize("tokens", [512, 2048, 10**7])
 def test_evaluation_takes_each_protein_once_within_the_budget_and_hardly_pads(real, tokens):
     lengths = np.minimum(real.lengths[:2000], 512)
-    batches = eval_batches(lengths, tokens)
+    batches = batches_within(lengths, tokens)
     assert sorted(np.concatenate(batches).tolist()) == list(range(2000))
     computed = [len(batch) * int(lengths[batch].max()) for batch in batches]
     assert max(computed) <= tokens
