@@ -57,6 +57,11 @@ from training.files import check_output
 from training.tool import open_output, run_tool, show_on_rank_0
 
 
+# Options that the weights of one model alone use.
+OF_PROTEINMPNN = ("correct_unfolded", "correction_weights", "fixed_chains", "orders", "batch_size")
+OF_SEDD = ("no_ema", "bfloat16", "tokens")
+
+
 # ---- the two models ----
 
 class VariantScorer(NamedTuple):
@@ -95,6 +100,7 @@ def holds_proteinmpnn(path):
 
 def load_for_structures(path, args, ddp):
     """The VariantScorer of a ProteinMPNN."""
+    refuse_options(args, OF_SEDD, "ProteinMPNN; expected it with those of SEDD")
     model = load_model(path, ddp)
     correction = model if args.correct_unfolded else None
     if args.correction_weights:
@@ -124,10 +130,7 @@ def load_model(path, ddp):
 
 def load_for_sequences(path, args, ddp):
     """The VariantScorer of a SEDD."""
-    for name in ("correct_unfolded", "correction_weights", "fixed_chains"):
-        if getattr(args, name):
-            raise ValueError(f"found --{name} with weights of SEDD, which sees no structure; "
-                             "expected it with those of ProteinMPNN.")
+    refuse_options(args, OF_PROTEINMPNN, "SEDD; expected it with those of ProteinMPNN")
     sedd = load_sedd(path, not args.no_ema, ddp.device)
     mask_of(sedd)       # raises ValueError for a model that has none
     for note in sedd.notes:
@@ -144,6 +147,13 @@ def load_for_sequences(path, args, ddp):
                          longest=sedd.max_length, score=score)
 
 
+def refuse_options(args, names, of):
+    """ValueError for options that the weights do not use. of: the rest of the message."""
+    for name in names:
+        if getattr(args, name) != make_parser().get_default(name):
+            raise ValueError(f"found --{name} with weights of {of}.")
+
+
 # ---- proteins ----
 
 def read_scan(args, scorer):
@@ -155,6 +165,7 @@ def read_scan(args, scorer):
             proteins += scan_structure(path, args.chains, fixed, args.mutable_positions,
                                        see_all=not scorer.is_sedd, ca_only=scorer.ca_only)
         else:
+            refuse_chains(args)
             proteins += [scan_sequence(name, text) for name, text in read_fasta(path, scorer)]
     return proteins
 
@@ -171,6 +182,7 @@ def read_table(args, scorer, ddp):
                          f"{args.mutations} {'with' if names_proteins else 'without'} a column "
                          "pdb_file or sequence; expected one protein, or the column.")
     if table.has_sequences or args.proteins and not is_structure(args.proteins[0]):
+        refuse_chains(args)
         wild_type = None
         if args.proteins:
             named = read_fasta(args.proteins[0], scorer)
@@ -194,6 +206,13 @@ def read_table(args, scorer, ddp):
     return proteins
 
 
+def refuse_chains(args):
+    """ValueError for options that name chains or residues of structures, where there are none."""
+    for name in ("chains", "mutable_positions"):
+        if getattr(args, name):
+            raise ValueError(f"found --{name} with sequences; expected it with structures.")
+
+
 def is_structure(path):
     """Whether a file has the name of a structure; others are FASTA."""
     return str(path).lower().removesuffix(".gz").endswith(FORMATS)
@@ -215,9 +234,10 @@ def check_lengths(proteins, scorer):
     for protein in proteins:
         n = len(protein.sequence)
         if n > scorer.longest:
-            problems.append(f"line {protein.variants[0].line}: {protein.name} has {n:,} residues, "
-                            f"but the model was trained on at most {scorer.longest:,}; leave its "
-                            "variants out")
+            line = protein.variants[0].line     # 0: of a scan
+            place = f"line {line}: " if line else ""
+            problems.append(f"{place}{protein.name} has {n:,} residues, but the model was trained "
+                            f"on at most {scorer.longest:,}; leave its variants out")
     refuse_all("the given proteins", problems, "proteins")
 
 

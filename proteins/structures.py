@@ -341,6 +341,7 @@ def _check_identities(models):
     for model in models:
         label_of_place = {}
         label_chain_of = {}
+        name_of = {}            # of (place, alternative)
         atoms = set()
         for chain in model:
             for residue in chain:
@@ -363,6 +364,10 @@ def _check_identities(models):
                     if atom.name in BACKBONE and identity in atoms:
                         raise ValueError(f"atom {atom.name} of {words} comes twice; {ONE_PLACE}")
                     atoms.add(identity)
+                    first = name_of.setdefault((place, atom.altloc), residue.name)
+                    if first != residue.name:
+                        raise ValueError(f"{words} comes twice, as {first} and {residue.name}; "
+                                         f"{ONE_PLACE}")
 
 
 def _check_backbones(chains):

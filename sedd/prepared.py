@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from proteins.letters import LETTERS
+from proteins.letters import LETTERS, N_TOKENS
 from proteins.sequences import Proteins
 from training.config import key, read_fields
 from training.files import read_text
@@ -32,7 +32,7 @@ class SetMeta:
     """What meta.json says of a set. length_histogram: (residues, number of proteins)."""
     proteins: int = key(least=0)
     residues: int = key(least=0)
-    letter_counts: list[int] = key()
+    letter_counts: list[int] = key(least=0)
     length_histogram: list[tuple[int, int]] = key()
     keys_hash: str = key()
 
@@ -105,6 +105,17 @@ def check_prepared(folder, val_fraction=None, min_length=None):
             elif path.stat().st_size != expected:
                 differs.append(f"{name}/{part} has {path.stat().st_size:,} bytes (expected "
                                f"{expected:,})")
+        of_lengths = (sum(n for _, n in entry.length_histogram),
+                      sum(length * n for length, n in entry.length_histogram))
+        if of_lengths != (entry.proteins, entry.residues):
+            differs.append(f"length_histogram of {name} in meta.json has {of_lengths[0]:,} "
+                           f"proteins, {of_lengths[1]:,} residues (expected {entry.proteins:,}, "
+                           f"{entry.residues:,})")
+        n_letters = len(entry.letter_counts)
+        if n_letters != N_TOKENS or sum(entry.letter_counts) != entry.residues:
+            differs.append(f"letter_counts of {name} in meta.json has {n_letters} letters, "
+                           f"{sum(entry.letter_counts):,} residues (expected {N_TOKENS}, "
+                           f"{entry.residues:,})")
     if differs:
         raise ValueError(f"{folder} is not whole: {'; '.join(differs)}. Is it half copied? "
                          f"{REMAKE}")

@@ -286,6 +286,7 @@ score_mutations.main()
      "found 1 protein(s) on the command line, and m.csv with a column pdb_file"),
     ("pdb_file,chain,mutation\none.pdb,A,K11W\ntwo.pdb,A,W999A\n", "--out two.pdb",
      "the result would overwrite two.pdb"),      # though no variant of it fits
+    ("K11W\n", "one.pdb --bfloat16", "found --bfloat16 with weights of ProteinMPNN"),
     ("mutation,ddg\nK11W,1\nK11G,\nK11A,2\n", "one.pdb --measured ddg --out o.csv",
      "found 2 variants with a value in the column ddg"),
     (TABLE, "", "m.csv has sequences; expected structures for weights of ProteinMPNN")])
@@ -299,6 +300,8 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(text, options, said
 
 @pytest.mark.parametrize("text, options, said", [
     (TABLE, "--correct_unfolded", "found --correct_unfolded with weights of SEDD"),
+    (TABLE, "--orders 2", "found --orders with weights of SEDD"),
+    (TABLE, "--chains A", "found --chains with sequences"),
     (TABLE, "--measured ddG", "m.csv has no column ddG"),
     (TABLE.replace("-0.5", ""), "--measured note", "found 'a' as note; expected a number"),
     (TABLE + "M" * 41 + ",M1A,1,g\n", "",

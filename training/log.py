@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ddp_setup import Ddp
-from training.config import MOST_STEPS, config_to_dict
+from training.config import config_to_dict
 from training.files import naming, write_text_atomic
 from training.trackers import TensorBoard, Wandb
 
@@ -233,11 +233,6 @@ def rows_up_to(path, step) -> str:
         if wanted:
             kept.append(line + "\n")
     return "".join(kept)
-
-
-def is_step(value) -> bool:
-    """Whether a value from JSON or a checkpoint is a number of steps that a run can have done."""
-    return type(value) is int and 0 <= value <= MOST_STEPS
 
 
 def read_rows(path) -> list[dict]:

@@ -297,7 +297,8 @@ def load_optimizer(run, former) -> None:
             raise ValueError(f"{path} is of step {run.progress['step']:,} of a run that is not "
                              "finished, and training.n_iters or num_epochs asks for "
                              f"{run.n_iters:,} steps; expected more.")
-    elif os.path.realpath(run.work_dir) != str(Path(os.path.realpath(path)).parent.parent):
+    # Not the parents of the real path: checkpoints/ may be a link to another disk.
+    elif Path(path).absolute().parent.parent.resolve() != run.work_dir.resolve():
         run.progress["best"] = None
 
 

@@ -152,8 +152,11 @@ def without(text, *keys):
     (without(CHAIN, "pdbx_PDB_ins_code").replace(" 106 A ", " 105 A "), "residue A 105 comes"),
     (both(CHAIN.replace("A 1\n", "A 2\n"), CHAIN.replace(" 106 A ", " 105 A ")),
      "residue A 105 comes twice"),
+    (CHAIN.replace(" O . ARG", " O . LYS"),
+     "residue A 105 comes twice, as ARG and LYS"),
 ], ids=["one number", "two chains", "two chains apart", "no label numbers",
-        "no label numbers, one name", "no insertion codes", "in the second model"])
+        "no label numbers, one name", "no insertion codes", "in the second model",
+        "two names that share no atom"])
 def test_residues_of_mmcif_that_would_be_lost_are_refused(tmp_path, text, says):
     assert says in refusal(write(tmp_path, text, "s.cif"), read_structure)
 

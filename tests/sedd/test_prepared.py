@@ -57,6 +57,17 @@ def test_a_wrong_field_of_a_set_is_named(folder, key, value):
     assert f"train.{key}" in refusal(folder)
 
 
+@pytest.mark.parametrize("key, value", [
+    ("letter_counts", [1, 2]), ("letter_counts", [0] * 21), ("length_histogram", []),
+    ("length_histogram", [[5, 10**12]])])
+def test_counts_that_do_not_add_up_are_named(folder, key, value):
+    path = folder / "meta.json"
+    meta = json.loads(path.read_text())
+    meta["sets"]["train"][key] = value
+    path.write_text(json.dumps(meta))
+    assert f"{key} of train in meta.json has" in refusal(folder)
+
+
 @pytest.mark.parametrize("text", ["[" * 100_000, "", "[]", "7", '{"format": 1', "{}"])
 def test_what_is_no_json_of_ours_is_refused(folder, text):
     (folder / "meta.json").write_text(text)

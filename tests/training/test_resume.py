@@ -174,6 +174,9 @@ def test_a_run_that_goes_on_in_another_folder_looks_for_its_best_weights_anew(
     (tmp_path / "here").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "here")
     assert goes_on(run, tmp_path / "here") == goes_on(run, tmp_path / "link") == here
+    (tmp_path / "disk").mkdir()     # with room for the checkpoints
+    (tmp_path / "here" / "checkpoints").symlink_to(tmp_path / "disk")
+    assert goes_on(run, tmp_path / "here") == here
     assert goes_on(run, tmp_path / "other") == elsewhere
 
 
