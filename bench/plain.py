@@ -274,6 +274,7 @@ def plain_dpo_loss(policy, reference, pairs, beta):
              for pair in pairs]
     batch = {**collate(pairs, range(len(pairs))), **collate_complexes([*complexes.values()])}
     device = policy.W_s.weight.device
+    del batch["complex_keys"]           # no tensor
     batch = {name: value.to(device) for name, value in batch.items()}
     names = "X", "mask", "residue_idx", "chain_id"
     X, mask, residue_idx, chain_id = (batch[name][batch["complex"]] for name in names)
