@@ -55,7 +55,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from mpnn.mutation_pairs import AGAINST, WILD_TYPE, Rules, mutated, pair_mutations
+from dpo.mutation_pairs import AGAINST, WILD_TYPE, Rules, mutated, pair_mutations
 from proteins.mutations import (describe_skipped, find_relatives, hold_out_proteins, place_all,
                                 place_on_sequences, read_mutations)
 from proteins.tables import (MAX_LISTED, check_cells, read_rows, read_table_text, refuse_all,

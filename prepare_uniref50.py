@@ -47,7 +47,7 @@ from tqdm import tqdm
 
 from sedd.download import (download, downloaded_path, look_up, safe_url, size_of, stream,
                            synchronise)
-from sedd.prepared import FORMAT, PARTS, SETS, VERSION, check_prepared, read_meta
+from sedd.prepared import FILES, FORMAT, SETS, VERSION, check_prepared, read_meta
 from proteins.letters import LETTERS, N_TOKENS
 from proteins.sequences import (Proteins, ReadReport, is_pt, order_words, read_tables,
                                 refuse_nothing_left)
@@ -265,7 +265,7 @@ def all_tables(inputs, report, settings):
     """Yield the proteins of all inputs, up to max_sequences records, with a progress bar."""
     wanted = settings["max_sequences"]
     n_read = 0
-    with progress_bar("1/2 reading", wanted, " sequences") as bar:
+    with bar_of_pass("1/2 reading", wanted, " sequences") as bar:
         for entry in inputs:
             left = None
             if wanted:
@@ -305,7 +305,7 @@ def collect(folder, result, settings):
         sets = {name: stack.enter_context(contextlib.closing(SetWriter(result / name)))
                 for name in SETS}
         sizes = {path: path.stat().st_size for path in sorted(folder.iterdir())}
-        bar = stack.enter_context(progress_bar("2/2 sorting", sum(sizes.values())))
+        bar = stack.enter_context(bar_of_pass("2/2 sorting", sum(sizes.values())))
         for path, size in sizes.items():
             proteins = Proteins.join(list(read_bucket(path)))
             path.unlink()
@@ -334,8 +334,8 @@ class SetWriter:
 
     def __init__(self, folder):
         folder.mkdir(parents=True)
-        self.files = {name: open(folder / name, "xb") for name in PARTS}
-        self.hashes = {name: hashlib.blake2b(digest_size=16) for name in PARTS}
+        self.files = {name: open(folder / name, "xb") for name in FILES}
+        self.hashes = {name: hashlib.blake2b(digest_size=16) for name in FILES}
         self.keys_hash = hashlib.blake2b(digest_size=8)
         self.letter_counts = np.zeros(N_TOKENS, np.int64)
         self.length_counts = collections.Counter()
@@ -348,7 +348,7 @@ class SetWriter:
         """Append these proteins, whose tokens follow each other."""
         lengths = proteins.lengths.astype("<u4").tobytes()
         keys = proteins.keys.astype("<u8").tobytes()
-        for name, data in zip(PARTS, (proteins.tokens.tobytes(), lengths, keys)):
+        for name, data in zip(FILES, (proteins.tokens.tobytes(), lengths, keys)):
             self.files[name].write(data)
             self.hashes[name].update(data)
         self.keys_hash.update(keys)
@@ -363,7 +363,7 @@ class SetWriter:
                 "length_histogram": histogram,
                 "keys_hash": self.keys_hash.hexdigest(),
                 "files": {name: {"bytes": os.path.getsize(self.files[name].name),
-                                 "blake2b": self.hashes[name].hexdigest()} for name in PARTS}}
+                                 "blake2b": self.hashes[name].hexdigest()} for name in FILES}}
 
 
 # ---- the folder ----
@@ -463,7 +463,7 @@ def publish(result, meta, folder):
     synchronise(folder.parent)
 
 
-def progress_bar(what, total, unit="B"):
+def bar_of_pass(what, total, unit="B"):
     """A progress bar; without a terminal, as in a job's log, it writes a line per half minute."""
     watched = sys.stderr.isatty()
     line = "{l_bar}{bar}{r_bar}\n" if total else "{desc}: {n_fmt}{unit} [{elapsed}, {rate_fmt}]\n"

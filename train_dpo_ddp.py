@@ -49,12 +49,12 @@ from training.loop import (N_SCALARS, MicroBatchSampler, Run, after_step, check_
                            set_learning_rate, step_optimizer)
 from training.meter import bad_steps_field, make_meter, step_values
 from training.optimizer import make_optimizer
+from dpo.evaluation import (SEEN, SUMS, evaluate, evaluate_start, metrics_of, pack, result_lines,
+                            save_model)
 from dpo.pair_plan import PairPlan
 from training.parser import Parser
 from training.plan import describe_batch, describe_run, plan_head, plan_table, print_lines
 from training.precision import choose_precision
-from dpo.preferences import (SEEN, SUMS, evaluate, evaluate_start, metrics_of, pack, result_lines,
-                             save_model)
 from dpo.reference import Reference, make_tables
 from dpo.scorer import Likelihoods, load
 from dpo.validation import Validation
@@ -320,7 +320,7 @@ def preference_loss(  # noqa: PLR0913  (four log-probabilities are what a prefer
 
 def objective(likelihoods: Likelihoods, batch: dict, reference: torch.Tensor,
               loss: Loss) -> tuple[torch.Tensor, dict]:
-    """The loss to minimise of each pair (P,), and metrics {name: (P,)}, of preferences.SUMS.
+    """The loss to minimise of each pair (P,), and metrics {name: (P,)}, of evaluation.SUMS.
 
     likelihoods: of the policy. reference: (P, 2) log-probabilities of the chosen and the rejected
     sequence under the reference, summed over residues. batch: of the kind's make_batch; n_scored

@@ -15,7 +15,7 @@ from proteins.seeds import FOR_SPLIT, content_hash, random_words
 from proteins.tables import parse_json, quote
 from training.problems import refuse
 
-MAX_LISTED = 20             # at most so many problems of a file, or contradictions, are listed
+MOST_PAIRS_LISTED = 20      # at most so many problems of a file, or contradictions, are listed
 LEAST_WEIGHT = 1e-6         # of a pair
 MOST_WEIGHT = 1e6
 EXPECTED = ("a list of objects; if it has one object per line, name it .jsonl; of a CSV table "
@@ -87,7 +87,7 @@ def read_list(path: Path, entries: list, read: Callable, mend: str,
             others = f" (and {len(items) - 1:,} more up to item {items[-1]})"
         problems.append(f"item {items[0]}: {problem}{others}")
     refuse(problems, f"{path}: found problems in {len(entries) - len(found):,} of "
-           f"{len(entries):,} pairs; expected none. Mend {mend}:", MAX_LISTED)
+           f"{len(entries):,} pairs; expected none. Mend {mend}:", MOST_PAIRS_LISTED)
     return found
 
 

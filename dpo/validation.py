@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from dpo.preferences import SUMS, metrics_of, pack, unpack_sums
+from dpo.evaluation import SUMS, metrics_of, pack, unpack_sums
 from dpo.reference import Reference
 from dpo.scorer import Scorer
 from training.loop import eval_mode

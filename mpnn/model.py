@@ -260,22 +260,6 @@ class ProteinMPNN(nn.Module):
         return torch.log_softmax(at_least_float32(self.W_out(h_V)), dim=-1)
 
     @torch.no_grad()
-    def conditional(self, encoding: Encoding, S: Tensor, order: Tensor,
-                    positions: list[int]) -> Tensor:
-        """Log-probabilities of residues given the backbone and the letters of all other residues.
-
-        Args:
-            encoding:  of one structure.
-            S:         (1, L) int64 letters.
-            order:     (1, L) int64, in which the others are decoded; the residue itself comes last.
-            positions: list of P residues, from 0.
-        Returns: (P, 21) in nats.
-        """
-        rows = [torch.cat([order[0, order[0] != i], order.new_tensor([i])]) for i in positions]
-        log_probs = self.decode(encoding, S.expand(len(rows), -1), torch.stack(rows))
-        return log_probs[torch.arange(len(rows)), positions]
-
-    @torch.no_grad()
     def sample(  # noqa: PLR0913  (what a draw depends on; the last five are for special cases)
             self, encoding: Encoding, S: Tensor, chain_M: Tensor, decoding_order: Tensor,
             temperature: float = 0.1, bias: float | Tensor = 0.0, *, tied: Iterable = (),

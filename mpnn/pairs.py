@@ -26,7 +26,7 @@ import numpy as np
 
 from proteins.structures import CA_MODEL, Complex, parse_positions, read_structure
 from proteins.letters import LETTERS, X_ID, encode
-from dpo.pair_files import MAX_LISTED, read_items, read_weight
+from dpo.pair_files import MOST_PAIRS_LISTED, read_items, read_weight
 from proteins.tables import quote
 from proteins.seeds import content_key
 
@@ -107,9 +107,9 @@ def describe(pairs: list[Pair]) -> str:
     contradictions = [f"item {item} against item {first_items[key, rejected, chosen]}"
                       for (key, chosen, rejected), item in first_items.items()
                       if item < first_items.get((key, rejected, chosen), -1)]
-    listed = ", ".join(contradictions[:MAX_LISTED])
-    if len(contradictions) > MAX_LISTED:
-        listed += f", and {len(contradictions) - MAX_LISTED:,} more"
+    listed = ", ".join(contradictions[:MOST_PAIRS_LISTED])
+    if len(contradictions) > MOST_PAIRS_LISTED:
+        listed += f", and {len(contradictions) - MOST_PAIRS_LISTED:,} more"
     notes = []                  # (how many, what about them)
     weights = [pair.weight for pair in pairs]
     notes.append((sum(weight != 1 for weight in weights),

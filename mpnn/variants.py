@@ -1,6 +1,6 @@
 """Scores of variants: log-probability of the mutant's letters less that of the wild type's.
 
-    scores = score_variants(model, complex, [[(7, 18)], [(7, 18), (30, 2)]], Scoring(n_orders=4))
+    scores, = score_proteins(model, [complex], [[[(7, 18)], [(7, 18), (30, 2)]]])
     of_each = score_proteins(model, complexes, variants, correction=base_model, ddp=ddp)
     log_p = log_probs_decoded_last(model, encoding, S, order, positions)        # (P, 21)
 
@@ -41,8 +41,8 @@ def log_probs_decoded_last(model: ProteinMPNN, encoding: Encoding, S: Tensor, or
                            positions: list[int]) -> Tensor:
     """Log-probabilities of residues given the backbone and the letters of all other residues.
 
-    The same numbers as `model.conditional`, which runs the decoder on all residues for each of
-    them. Call model.eval() first, or dropout is active.
+    The same numbers as of model.decode with each of them last in the order, which would run the
+    decoder on all residues for each. Call model.eval() first, or dropout is active.
 
     Args:
         encoding:  of one structure, without padding.
@@ -73,17 +73,23 @@ def score_proteins(  # noqa: PLR0913  (the last two only say where, and how far)
         scoring: Scoring = Scoring(), correction: ProteinMPNN | None = None,
         done: Callable[[int, int], object] = lambda n, total: None,
         ddp: Ddp | None = None) -> list[np.ndarray]:
-    """Scores of the variants of several proteins: a list of (n,) float64, in nats. Collective if
-    ddp is given, with the same result for any number of ranks.
+    """ln p(mutant) - ln p(wild type) of the mutated residues, given all others, of the variants of
+    several proteins. Collective if ddp is given, with the same result for any number of ranks.
 
-    Each order of each protein is computed by one rank.
+    The mutated residues are decoded last. If there are several, they follow one another along the
+    complex in the first, third, ... order, and in reverse in the others; each sees the letters of
+    those before it, of the mutant for the mutant, of the wild type for the wild type. Each order of
+    each protein is computed by one rank.
 
     Args:
         model:      in eval mode, on its device.
-        variants:   of each protein, see score_variants.
+        complexes:  with the wild types' letters.
+        variants:   of each protein, each a list of (row of the complex, letter 0 to 20), of
+                    different rows that are resolved.
         correction: model whose score of the residues alone is subtracted, or None.
         done:       called after each order of this rank, with the number of its variants, and of
                     those in all of this rank.
+    Returns: of each protein (n,) float64 in nats; below 0: the model prefers the wild type.
     """
     ddp = ddp or Ddp(device=next(model.parameters()).device)
     alone = scoring.n_orders    # a unit of work after the orders
@@ -108,24 +114,6 @@ def score_proteins(  # noqa: PLR0913  (the last two only say where, and how far)
         done(len(found), own_total)
     of_all = all_sum(torch.cat(tables, dim=1), ddp)     # of each number one rank has it
     return [mean_over_orders(table.numpy()) for table in of_all.split(counts, dim=1)]
-
-
-def score_variants(model: ProteinMPNN, complex: Complex, variants: list[list[tuple[int, int]]],
-                   scoring: Scoring = Scoring()) -> np.ndarray:
-    """ln p(mutant) - ln p(wild type) of the mutated residues, given all others.
-
-    The mutated residues are decoded last. If there are several, they follow one another along the
-    complex in the first, third, ... order, and in reverse in the others; each sees the letters of
-    those before it, of the mutant for the mutant, of the wild type for the wild type.
-
-    Args:
-        complex:  with the wild type's letters.
-        variants: each a list of (row of the complex, letter 0 to 20), of different rows that are
-                  resolved.
-    Returns: (n,) float64 in nats; below 0: the model prefers the wild type.
-    """
-    scores, = score_proteins(model, [complex], [variants], scoring)
-    return scores
 
 
 def mean_over_orders(table):
@@ -182,7 +170,7 @@ def score_alone(model: ProteinMPNN, complex: Complex,
 
     See log_probs_alone: what the model knows of the letters without a fold. Less this, a score is
     corrected for the unfolded state.
-    Arguments: see score_variants.
+    Arguments: as of score_proteins, of one protein.
     Source: ProteinMPNN-ddG, bioRxiv 2024.06.15.599145.
     """
     rows = sorted({row for variant in variants for row, _ in variant})

@@ -29,7 +29,7 @@ from proteins.tables import (MAX_LISTED, check_cells, read_rows, read_table_text
                              table_columns)
 from proteins.letters import AMINO_ACIDS, LETTERS, decode, encode
 
-OPTIONAL = ("pdb_file", "chain", "context", "sequence")
+OPTIONAL_COLUMNS = ("pdb_file", "chain", "context", "sequence")
 LARGEST_VALUE = 1e100   # that is measured, so that sums of squares stay finite
 WORD = 4                # letters; unrelated proteins of usual lengths share few words of four
 ALIKE = 0.3             # fraction of its words that a protein shares with a relative
@@ -391,7 +391,7 @@ def lines_of(path, measured):
         required = ["mutation"]
         if measured:
             required.append(measured)
-        return read_rows(path, required, OPTIONAL)
+        return read_rows(path, required, OPTIONAL_COLUMNS)
     if measured:
         raise ValueError(f"{path} is a list; expected a table with the columns mutation and "
                          f"{measured} in line 1, so spelt.")

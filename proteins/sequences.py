@@ -634,14 +634,3 @@ def collate(proteins, width=0):
     mask = np.arange(x0.shape[1]) < lengths[:, None]
     x0[mask] = proteins.compact().tokens
     return torch.from_numpy(x0), torch.from_numpy(mask)
-
-
-# ---- unigram: what a model that knows only letter frequencies would reach ----
-
-def unigram_frequencies(letter_counts):
-    """(count + 1) / (total + 20) of the 20 amino acids, so that none is zero: (20,) float64.
-
-    letter_counts: (21,), see Proteins.letter_counts; X is left out.
-    """
-    seen = np.asarray(letter_counts, np.float64)[:X_ID] + 1
-    return seen / seen.sum()

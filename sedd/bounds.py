@@ -37,7 +37,6 @@ from torch.nn.functional import pad
 from sedd.diffusion import independent_log_score, score_entropy_loss
 from proteins.letters import X_ID
 from proteins.seeds import keyed_generator
-from proteins.sequences import unigram_frequencies
 
 # In training t is drawn from [TIME_EPS, 1], as the weight of the loss, 1/t, diverges at 0: a model
 # learns no scores at lower noise.
@@ -84,6 +83,15 @@ class Unigram:
         loss, _ = score_entropy_loss(log_score, batch["sigma"], batch["dsigma"], batch["xt"],
                                      batch["x0"], self.graph, batch["weight"])
         return loss
+
+
+def unigram_frequencies(letter_counts):
+    """(count + 1) / (total + 20) of the 20 amino acids, so that none is zero: (20,) float64.
+
+    letter_counts: (21,), see Proteins.letter_counts; X is left out.
+    """
+    seen = np.asarray(letter_counts, np.float64)[:X_ID] + 1
+    return seen / seen.sum()
 
 
 class Noised(NamedTuple):

@@ -23,7 +23,7 @@ from training.files import read_text
 FORMAT = "prepared proteins"
 VERSION = 1
 SETS = ("train", "val")
-PARTS = {"tokens.bin": np.dtype("u1"), "lengths.bin": np.dtype("<u4"), "keys.bin": np.dtype("<u8")}
+FILES = {"tokens.bin": np.dtype("u1"), "lengths.bin": np.dtype("<u4"), "keys.bin": np.dtype("<u8")}
 REMAKE = "Remove it, then copy or prepare it again."
 
 
@@ -96,7 +96,7 @@ def check_prepared(folder, val_fraction=None, min_length=None):
     differs = []
     for name in SETS:
         entry = getattr(meta.sets, name)
-        for part, dtype in PARTS.items():
+        for part, dtype in FILES.items():
             path = Path(folder) / name / part
             n_items = entry.residues if part == "tokens.bin" else entry.proteins
             expected = n_items * dtype.itemsize
@@ -144,7 +144,7 @@ class PreparedProteins:
         self.name = name
         self.meta = getattr(read_meta(folder).sets, name)
         self.bytes_read = 0
-        self.files = {part: open(self.folder / name / part, "rb", buffering=0) for part in PARTS}
+        self.files = {part: open(self.folder / name / part, "rb", buffering=0) for part in FILES}
 
     def __len__(self):
         return self.meta.proteins
@@ -180,7 +180,7 @@ class PreparedProteins:
 
     def _read(self, part, first, last):
         """Items first to last - 1 of a file."""
-        dtype = PARTS[part]
+        dtype = FILES[part]
         data = np.empty(last - first, dtype)
         place = first * dtype.itemsize
         left = data.view(np.uint8)

@@ -27,7 +27,7 @@ from sedd.fast_cpu import FastSEDD
 from sedd.model import fitting_weights, load_official
 from proteins.letters import AMINO_ACIDS, LETTERS, N_TOKENS, UNIREF50, X_ID
 
-FORMAT = "sedd-protein-1"   # of an exported folder
+EXPORT_FORMAT = "sedd-protein-1"   # of an exported folder
 EXPECTED = ("Expected a checkpoint of train_sedd_ddp.py, an exported folder, or a file in the "
             "published layout.")
 PUBLISHED_LENGTH = 1024     # tokens per sequence in training of the published models
@@ -443,9 +443,9 @@ def read_export(folder):
         raise ValueError(f"{folder / 'config.json'} is no JSON ({e}). Expected a folder made by "
                          "--export.") from None
     found = settings.get("format") if isinstance(settings, dict) else None
-    if found != FORMAT:
-        raise ValueError(f"{folder / 'config.json'} has the format {found!r}; expected {FORMAT!r}, "
-                         "as --export writes it.")
+    if found != EXPORT_FORMAT:
+        raise ValueError(f"{folder / 'config.json'} has the format {found!r}; expected "
+                         f"{EXPORT_FORMAT!r}, as --export writes it.")
     load = need_safetensors().load_file
     path = folder / "model.safetensors"
     if not path.is_file():
@@ -537,7 +537,7 @@ def export_sedd(sedd, target):
         raise FileExistsError(f"--export {target} exists; expected a new name.")
     weights = {name: value.detach().cpu().contiguous()
                for name, value in sedd.model.state_dict().items()}
-    settings = {"format": FORMAT, "alphabet": LETTERS, "max_length": sedd.max_length,
+    settings = {"format": EXPORT_FORMAT, "alphabet": LETTERS, "max_length": sedd.max_length,
                 "config": sedd.config, "letters": sedd.letters.tolist(),
                 "lengths": None if sedd.lengths is None else sedd.lengths.tolist(),
                 "about": sedd.about}

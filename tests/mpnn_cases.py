@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from mpnn.pairs import Pair, read_pairs
+from mpnn.variants import Scoring, score_proteins
 from proteins.structures import BACKBONE, Chain, Complex, Structure
 
 
@@ -93,3 +94,9 @@ def made(length, n_pairs, number=0, chosen=None):
 
 def keys(pairs):
     return {pair.complex.structure.key for pair in pairs}
+
+
+def score_variants(model, complex, variants, scoring=Scoring()):
+    """(n,) scores of the variants of one complex."""
+    scores, = score_proteins(model, [complex], [variants], scoring)
+    return scores

@@ -17,8 +17,8 @@ from mpnn.demo import PHI_PSI, build_backbone
 from mpnn.model import random_proteinmpnn, to_checkpoint
 from mpnn.weights import load_proteinmpnn
 from mpnn.published import in_package
-from mpnn.variants import Scoring, score_alone, score_proteins, score_variants
-from mpnn_cases import Atoms
+from mpnn.variants import Scoring, score_alone, score_proteins
+from mpnn_cases import Atoms, score_variants
 from proteins.letters import AMINO_ACIDS, LETTERS
 from proteins.mutations import place_all, place_on_sequences, read_mutations
 from proteins.scores import correlate_proteins

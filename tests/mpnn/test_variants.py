@@ -6,8 +6,9 @@ import torch
 
 from mpnn.model import random_proteinmpnn
 from proteins.structures import Chain, Complex, Structure
+from mpnn_cases import score_variants
 from mpnn.variants import (Scoring, encode_complex, log_probs_decoded_last, score_alone,
-                           score_proteins, score_variants, variant_order)
+                           score_proteins, variant_order)
 
 A = 0           # letters
 G = 5
@@ -56,10 +57,18 @@ def test_one_pass_gives_what_a_pass_for_each_residue_gives(shape, n_decoder, dty
     S = torch.from_numpy(complex.S.astype(np.int64))[None]
     order = variant_order(len(complex), seed=0, number=0)
     rows = np.flatnonzero(complex.mask).tolist()
-    plain = model.conditional(encoding, S, order, rows)
+    plain = one_pass_each(model, encoding, S, order, rows)
     found = log_probs_decoded_last(model, encoding, S, order, rows)
     assert (plain.exp().std(0) > 1e-3).any(), "letters and places have no effect"
     assert found.dtype == dtype and (found - plain).abs().max() <= within
+
+
+@torch.no_grad()
+def one_pass_each(model, encoding, S, order, rows):
+    """(P, 21) log-probabilities of residues, each last in the order of a pass of its own."""
+    orders = [torch.cat([order[0, order[0] != i], order.new_tensor([i])]) for i in rows]
+    log_probs = model.decode(encoding, S.expand(len(rows), -1), torch.stack(orders))
+    return log_probs[torch.arange(len(rows)), rows]
 
 
 def decoded(model, complex, S, last, seed, number):

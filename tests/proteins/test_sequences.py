@@ -15,8 +15,7 @@ from proteins import sequences
 from sedd.demo import DemoSource
 from proteins.letters import AMINO_ACIDS, N_TOKENS, X_ID, decode, encode
 from proteins.sequences import (TEXT_SIZE, Proteins, apply_max_length, collate, named_sequences,
-                                order_words, random_crops, read_sequences, split_by_hash,
-                                unigram_frequencies)
+                                order_words, random_crops, read_sequences, split_by_hash)
 
 
 def write(tmp_path, content, name="in.fasta"):
@@ -289,15 +288,14 @@ def test_collate_pads_with_a_mask():
     assert wide[:, :3].equal(x0) and (wide[:, 3:] == X_ID).all() and wide_mask.sum() == 5
 
 
-# ---- unigram ----
+# ---- letters ----
 
-def test_unigram_frequencies_are_of_the_proteins_of_the_table_without_x_and_never_zero():
+def test_letters_are_counted_of_the_proteins_of_the_table():
     proteins = Proteins.from_sequences(["AAC", "DDDDX", "YA"])
     part = Proteins(proteins.tokens, proteins.offsets[[0, 2]] + [1, 0], [2, 2])     # "AC", "YA"
     counts = part.letter_counts()
     found = {(AMINO_ACIDS + "X")[i]: count for i, count in enumerate(counts) if count}
     assert found == {"A": 2, "C": 1, "Y": 1} and proteins.letter_counts()[X_ID] == 1
-    assert unigram_frequencies([18] + [0] * 19 + [1000]) == pytest.approx([19/38] + [1/38] * 19)
 
 
 # ---- small files that unpack to very much ----

@@ -9,7 +9,8 @@ import torch
 from torch.nn.functional import logsigmoid
 
 import sedd.bounds
-from sedd.bounds import TIME_EPS, PairBounds, Unigram, margin_variance
+from sedd.bounds import (TIME_EPS, PairBounds, Unigram, margin_variance,
+                         unigram_frequencies)
 from sedd.demo import DemoSource
 from sedd.diffusion import make_graph, make_noise, score_entropy_loss
 from proteins.letters import X_ID, encode
@@ -22,6 +23,10 @@ DRAWS = 120
 
 def pair(chosen, rejected, key=0):
     return SimpleNamespace(chosen=encode(chosen), rejected=encode(rejected), key=key)
+
+
+def test_letter_frequencies_are_without_x_and_never_zero():
+    assert unigram_frequencies([18] + [0] * 19 + [1000]) == pytest.approx([19/38] + [1/38] * 19)
 
 
 def draws(bounds, chosen, rejected, model, n=DRAWS):

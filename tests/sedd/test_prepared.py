@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import prepare_uniref50
-from sedd.prepared import PARTS, SETS, PreparedProteins, check_prepared
+from sedd.prepared import FILES, SETS, PreparedProteins, check_prepared
 from proteins.letters import decode
 
 
@@ -86,7 +86,7 @@ def test_a_folder_of_other_settings_is_refused(folder, settings, says):
         check_prepared(folder, *settings)
 
 
-@pytest.mark.parametrize("name", [f"{name}/{part}" for name in SETS for part in PARTS])
+@pytest.mark.parametrize("name", [f"{name}/{part}" for name in SETS for part in FILES])
 @pytest.mark.parametrize("more", [-1, 1])
 def test_a_file_of_another_size_is_named(folder, name, more):
     size = (folder / name).stat().st_size
