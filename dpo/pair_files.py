@@ -18,8 +18,8 @@ from training.problems import refuse
 MOST_PAIRS_LISTED = 20      # at most so many problems of a file, or contradictions, are listed
 LEAST_WEIGHT = 1e-6         # of a pair
 MOST_WEIGHT = 1e6
-EXPECTED = ("a list of objects; if it has one object per line, name it .jsonl; of a CSV table "
-            "pairs_from_scores.py makes one")
+EXPECTED_JSON = ("a list of objects; if it has one object per line, name it .jsonl; of a CSV table "
+                 "pairs_from_scores.py makes one")
 
 
 class PairsOfRun(NamedTuple):
@@ -99,10 +99,10 @@ def read_entries(path: Path) -> list:
                                 f"path (relative to {Path.cwd()}).")
     text = path.read_bytes()
     if path.suffix.lower() == ".jsonl":
-        entries = [parse_json(line, f"{path}, line {number}", EXPECTED)
+        entries = [parse_json(line, f"{path}, line {number}", EXPECTED_JSON)
                    for number, line in enumerate(text.split(b"\n"), 1) if line.strip()]
     else:
-        entries = parse_json(text, path, EXPECTED)
+        entries = parse_json(text, path, EXPECTED_JSON)
     if not isinstance(entries, list) or not entries:
         raise ValueError(f"{path}: found {quote(entries)}; the top level must be a list of "
                          "objects, [{...}, ...], and not an empty one.")
