@@ -76,6 +76,10 @@ def read_checkpoint(path):
                          f"{advice_on(path, content)}")
     checkpoint = read_fields(Checkpoint, content, path)
     tensors = checkpoint.model_state_dict.values()
+    for name, value in checkpoint.model_state_dict.items():
+        if not value.is_floating_point():   # integers may be weights of 8 bits, with a scale
+            raise ValueError(f"{path}: {name} is {value.dtype}; expected floating point. "
+                             f"{WHERE_PUBLISHED}")
     claimed = sum(value.numel() * value.element_size() for value in tensors)
     if claimed > os.path.getsize(path):     # a tensor may repeat a number of the file without end
         raise ValueError(f"{path}: its weights would take {claimed:,} bytes, and the file has "

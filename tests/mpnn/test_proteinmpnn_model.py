@@ -464,7 +464,8 @@ def test_a_pickle_of_another_program_is_refused_as_such(tmp_path):
 
 @pytest.mark.parametrize("changes, message", [
     ({"W_e.bias": torch.ones(1).expand(10**9)}, "would take"),
-    ({5: torch.ones(8)}, "5")], ids=["repeated numbers", "no name"])
+    ({"W_e.weight": torch.ones(8, 8, dtype=torch.int8)}, "int8; expected floating point"),
+    ({5: torch.ones(8)}, "5")], ids=["repeated numbers", "8 bits", "no name"])
 def test_weights_that_lie_are_refused_before_a_network_is_built(monkeypatch, tmp_path, changes,
                                                                 message):
     good = to_checkpoint(random_proteinmpnn(0, hidden_size=8, n_encoder=1, n_decoder=1))
