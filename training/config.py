@@ -464,7 +464,13 @@ def _make_section(cls, raw, prefix, path, origins, root, problems):
             if f"{name}.".startswith(f"{dotted}."):    # the key itself, or a key in this section
                 where = text
                 break
-        if key not in kinds:
+        if key not in kinds and dotted in GONE:
+            # A number of a file is text. The config.yaml of an older run has these keys.
+            if GONE[dotted] is not ANY and str(value) != str(GONE[dotted]):
+                problems.append(f"{where}: {dotted} is {_show(value)}, and this key is gone; "
+                                f"expected it left out, as {GONE[dotted]} acts. See "
+                                "docs/migrating.md.")
+        elif key not in kinds:
             problems.append(_unknown(root, cls, key, prefix, where))
         elif not dataclasses.is_dataclass(kinds[key]):
             try:

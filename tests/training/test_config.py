@@ -324,3 +324,12 @@ def test_keys_are_found_by_what_their_fields_say():
     assert list(key_fields(config)) == ["s.a", "s.b", "c"]
     assert keys_that(config, "may_change") == ("s.a", "c")
     assert keys_that(config, "per_host") == ("c",)
+
+
+def test_a_key_that_is_gone_is_read_over_with_its_default_and_else_named(tmp_path):
+    path = tmp_path / "config.yaml"     # as a run of before wrote it
+    path.write_text("training: {min_delta: 0.0}\nddp: {static_graph: false, bucket_cap_mb: null}\n"
+                    "memory: {structure_cache_mb: 99}\n")
+    assert load_config(train_dpo_ddp.Config, path) == train_dpo_ddp.Config()
+    with pytest.raises(ValueError, match="training.min_delta is '0.5', and this key is gone"):
+        load_config(train_dpo_ddp.Config, path, ["training.min_delta=0.5"])
