@@ -83,16 +83,19 @@ class Place(NamedTuple):
 
 # ---- tables of designs ----
 
-def read_designs(path: Path, column: str = "score") -> dict:
-    """{Place: {sequence: [scores]}} of a table; column: of scores.
+def read_designs(path: Path, column: str = "score") -> tuple[dict, int]:
+    """{Place: {sequence: [scores]}} of a table, and how many of its designs have no score.
+    column: of scores.
 
     Raises: ValueError that lists the problems by line."""
     designs = collections.defaultdict(lambda: collections.defaultdict(list))
+    n_unscored = 0
     problems = []
     for line, row in read_rows(path, ("pdb", "sequence", column, "chain"), ("context",)):
         try:
             cells = check_cells(row)
             if not cells[column]:
+                n_unscored += 1
                 continue
             place, sequence, score = parse_row(cells, path.parent, column)
             add_design(designs, place, sequence, score)
@@ -101,7 +104,7 @@ def read_designs(path: Path, column: str = "score") -> dict:
     refuse_all(path, problems)
     if not designs:
         raise ValueError(f"{path} holds no design with a score; expected lines below the header.")
-    return designs
+    return designs, n_unscored
 
 
 def add_design(designs, place, sequence, score):
@@ -378,9 +381,12 @@ def make_all(args):
     check_kind_of_table(args, has_mutations)
     if has_mutations:
         return pairs_of_mutations(args)
-    designs = read_designs(args.table, args.score)
+    designs, n_unscored = read_designs(args.table, args.score)
     n_sequences = sum(len(scores) for scores in designs.values())
-    return pairs_of_designs(designs, args), n_sequences, [], []
+    notes = []
+    if n_unscored:
+        notes.append(f"{n_unscored:,} design(s) without a score in {args.score} are left out")
+    return pairs_of_designs(designs, args), n_sequences, [], notes
 
 
 def check_kind_of_table(args, has_mutations):

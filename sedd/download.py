@@ -117,7 +117,7 @@ def receive(source: Source, part: Path) -> None:
         if after == size_at_first or failures == TRIES:
             raise OSError(f"{safe_url(source.url)}: curl ended with code {code}, see its words "
                           f"above; {part} has {after:,} bytes. {CURL_ADVICE}; the same command "
-                          "goes on.")
+                          "goes on (if this server cannot, remove that file first).")
         time.sleep(PAUSE * 2 ** (failures - 1))
 
 

@@ -112,6 +112,8 @@ def describe_run(run, state, unit: str, lr_batch: int, ddp) -> list[str]:
     else:
         how = f"continuing from step {run.progress['step']:,} of {former}"
     lines.append(f"results: {run.work_dir}, {how}")
+    if state is not None and state["best"] and not run.progress["best"]:
+        lines.append("  the best weights are looked for from here on: those so far are elsewhere")
     if state is not None:
         with using_checkpoint(former):
             elsewhere = machine_differences(state, ddp)
