@@ -340,6 +340,9 @@ def check_picture(args):
                          "which scores are drawn, or --scan.")
     if args.scan and len(args.proteins) > 1:
         raise ValueError(f"found --picture with {len(args.proteins)} proteins; expected one.")
+    if args.out and os.path.realpath(args.out) == os.path.realpath(args.picture):
+        raise ValueError(f"found {args.out} for --out and --picture; expected two names: the "
+                         "picture would overwrite the table.")
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("found --picture, but matplotlib is not installed; expected it: "
                          "pip install matplotlib.")

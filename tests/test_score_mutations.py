@@ -323,6 +323,7 @@ def test_what_sedd_cannot_score_is_refused(text, options, said, score, folder):
     ("w.pt one.pdb --scan --measured ddg", "found --measured with --scan"),
     ("none.pt one.pdb --scan", "there is no file none.pt"),
     ("one.pdb one.pdb --scan", "cannot read"),
+    ("w.pt one.pdb --scan --out p.png --picture ./p.png", "the picture would overwrite the table"),
     ("w.pt one.pdb two.pdb --scan --picture p.png", "found --picture with 2 proteins")])
 def test_a_wrong_command_is_refused(arguments, said, command):
     _, err = command(*arguments.split(), code=2)

@@ -266,6 +266,8 @@ def progress_of(former, seen, initial) -> dict:
                 continue
             if value is not None and type(state[name]) is not type(value):
                 raise TypeError(f"{name} is {state[name]!r:.60}")
+            if name == "step" and state[name] < 0:
+                raise ValueError(f"step is {state[name]}")
             progress[name] = state[name]
     return progress
 
@@ -289,6 +291,7 @@ def load_optimizer(run, former) -> None:
         return
     with using_checkpoint(path):
         run.optimizer.load_state_dict(state["optimizer"])
+        check_state(run.optimizer)
         run.scaler.load_state_dict(state["scaler"])
         if run.ema is not None:
             run.ema.load_state_dict(state["ema"])
@@ -300,6 +303,18 @@ def load_optimizer(run, former) -> None:
     # Not the parents of the real path: checkpoints/ may be a link to another disk.
     elif Path(path).absolute().parent.parent.resolve() != run.work_dir.resolve():
         run.progress["best"] = None
+
+
+def check_state(optimizer) -> None:
+    """Raise ValueError for a tensor of the optimizer's state that has not its parameter's shape.
+
+    torch's load_state_dict does not compare them: its next step ends with an internal error."""
+    for parameter, kept in optimizer.state.items():
+        for name, value in kept.items():
+            shape = getattr(value, "shape", ())
+            if len(shape) and shape != parameter.shape:
+                raise ValueError(f"{name} has the shape {tuple(shape)} for a parameter of "
+                                 f"{tuple(parameter.shape)}")
 
 
 @contextlib.contextmanager

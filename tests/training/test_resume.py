@@ -14,7 +14,7 @@ from training.log import RunLog
 from training.loop import save_wanted
 from training.resume import (Former, check_checkpoint, check_data, count_micro_batches,
                              find_checkpoint, hash_of, load_optimizer, machine_differences,
-                             rate_of, save_run)
+                             progress_of, rate_of, save_run)
 
 
 @dataclasses.dataclass
@@ -185,6 +185,28 @@ def test_an_unfinished_run_without_a_step_left_to_do_is_refused(tmp_path):
     run.work_dir = tmp_path
     with pytest.raises(ValueError, match="is of step 3 of a run that is not finished.*2 steps"):
         goes_on(run, tmp_path)
+
+
+def test_a_state_of_the_optimizer_in_other_shapes_is_refused(tmp_path):
+    """torch's load_state_dict takes it, and its next step ends with an internal error."""
+    run = toy(n_iters=9)
+    optimizer = torch.optim.AdamW(run.model.parameters())
+    run.optimizer = optimizer
+    for parameter in run.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    state = {"optimizer": optimizer.state_dict(), "scaler": {}}
+    former = Former(str(tmp_path / "checkpoints" / "last.pt"), state)
+    run.work_dir = tmp_path
+    load_optimizer(run, former)
+    state["optimizer"]["state"][0]["exp_avg"] = torch.zeros(3, 7)
+    with pytest.raises(ValueError, match=r"last.pt.*exp_avg has the shape \(3, 7\)"):
+        load_optimizer(run, former)
+
+
+def test_a_step_below_zero_is_refused():
+    with pytest.raises(ValueError, match="last.pt.*step is -5"):
+        progress_of(Former("last.pt", {"step": -5}), (), {})
 
 
 @pytest.mark.parametrize("rate", [{"lr": 1e18}, {"lr": math.nan}, {"lr": -0.5}, {"warmup": 10**9}])
