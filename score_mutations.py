@@ -78,6 +78,9 @@ def load_scorer(args, ddp):
     """The VariantScorer of the weights that the command line names. Raises ValueError or OSError.
     """
     path = args.weights
+    of_run = Path(path, "best_model.pt")
+    if of_run.is_file():
+        raise ValueError(f"{path} is a folder of ProteinMPNN; expected a file of it: {of_run}.")
     if not os.path.isdir(path):
         path = str(find_weights(path))
         if not os.path.lexists(path):

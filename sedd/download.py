@@ -25,6 +25,7 @@ from urllib.parse import quote, unquote, urljoin, urlsplit, urlunsplit
 METALINK = "RELEASE.metalink"   # UniProt's list of files with size and MD5, beside the files
 CHUNK = 1 << 20                 # bytes per read
 TRIES = 8                       # calls of curl in a row that bring no byte, over four minutes
+NO_RANGES = 33                  # curl's exit code for a server that cannot continue a file
 PAUSE = 2.0                     # seconds after the first of these; doubled each time
 GZIP = b"\x1f\x8b"              # the first two bytes of a gzip file
 # A connection that brings nothing for a minute counts as lost. Brackets in an address mean
@@ -112,6 +113,11 @@ def receive(source: Source, part: Path) -> None:
         code = run_curl(source.url, "--continue-at", "-", "--output", str(part), *progress)
         if code == 0:
             return
+        if code == NO_RANGES:
+            part.unlink(missing_ok=True)
+            raise OSError(f"{safe_url(source.url)}: this server cannot continue a download, so "
+                          f"{part} is removed. The same command begins it anew; expected a server "
+                          "that can (--url).")
         after = size_of(part)
         failures = 1 if after > before else failures + 1
         if after == size_at_first or failures == TRIES:

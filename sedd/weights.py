@@ -383,8 +383,9 @@ def read_file(path):
     if not isinstance(weights, dict) or not {embedding, f"module.{embedding}"} & weights.keys():
         other = ""
         if is_proteinmpnn(state):
-            other = (" It holds a ProteinMPNN, which sample_proteinmpnn.py takes, and "
-                     "train_dpo_ddp.py with model.kind=proteinmpnn (configs/dpo.yaml).")
+            other = (" It holds a ProteinMPNN. Give its weights, such as best_model.pt of a run, "
+                     "to sample_proteinmpnn.py, score_mutations.py or, with "
+                     "model.kind=proteinmpnn (configs/dpo.yaml), train_dpo_ddp.py.")
         raise ValueError(f"{path} holds no SEDD model, as it has no {embedding}. Expected a "
                          "checkpoint of train_sedd_ddp.py, an exported folder, or the published "
                          f"layout.{other}")

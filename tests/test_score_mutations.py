@@ -317,6 +317,13 @@ def test_what_sedd_cannot_score_is_refused(text, options, said, score, folder):
     assert said in err and err.count("error: ") == 1
 
 
+def test_a_run_folder_of_proteinmpnn_is_refused_with_the_file_to_give(command, folder):
+    (folder / "run").mkdir()
+    (folder / "w.pt").rename(folder / "run" / "best_model.pt")
+    _, err = command("run", "one.pdb", "--scan", code=2)
+    assert "expected a file of it: run/best_model.pt" in err
+
+
 @pytest.mark.parametrize("arguments, said", [
     ("w.pt one.pdb", "one of the arguments --mutations --scan is required"),
     ("w.pt --scan", "found --scan without a protein"),

@@ -443,6 +443,8 @@ def _unknown(root, cls, key, prefix, where):
     candidates |= {name: prefix + name for name in here}
     near = difflib.get_close_matches(str(key), candidates, 1)
     advice = f"Did you mean {candidates[near[0]]!r}?" if near else f"Known here: {', '.join(here)}."
+    if not near or candidates[near[0]].rpartition(".")[0] != prefix.removesuffix("."):
+        advice += " Of keys that are gone, docs/migrating.md says what took their place."
     kind = "key" if prefix else "section or key"
     return f"{where}: unknown {kind} {prefix + str(key)!r}. {advice}"
 

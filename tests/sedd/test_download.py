@@ -30,7 +30,7 @@ class Answer(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self):
         web = self.server
-        span = self.headers["Range"] or "bytes=0-"
+        span = web.knows_ranges and self.headers["Range"] or "bytes=0-"
         start = int(span.removeprefix("bytes=").removesuffix("-"))
         data = web.files.get(self.path.partition("?")[0])
         web.asked.append((self.path, start))
@@ -60,6 +60,7 @@ def web(tmp_path, monkeypatch):
     web.daemon_threads = True
     web.files = {FILE: DATA}
     web.faults = []
+    web.knows_ranges = True
     web.asked = []
     web.url = f"http://127.0.0.1:{web.server_address[1]}{FILE}"
     web.folder = tmp_path / "download"
@@ -98,6 +99,16 @@ def test_a_later_call_continues_what_an_earlier_one_left(web, monkeypatch):
     path = download(Source(web.url, len(DATA), MD5), web.folder)
     assert path.read_bytes() == DATA
     assert [start for _, start in web.asked] == [100_000]
+
+
+@needs_curl
+def test_a_server_that_cannot_continue_is_asked_anew_by_the_same_command(web):
+    web.knows_ranges = False
+    web.faults = [100_000]
+    with pytest.raises(OSError, match="cannot continue a download, so .* is removed"):
+        download(Source(web.url, len(DATA), MD5), web.folder)
+    assert not list(web.folder.iterdir())
+    assert download(Source(web.url, len(DATA), MD5), web.folder).read_bytes() == DATA
 
 
 @needs_curl

@@ -172,6 +172,7 @@ def test_the_first_value_of_a_file_that_does_not_fit_is_named(values, sentence):
 
 @pytest.mark.parametrize("text, advice", [
     ("optim: {warm_up: 3}", "unknown key 'optim.warm_up'. Did you mean 'optim.warmup'?"),
+    ("optim: {qqq: 3}", "Of keys that are gone, docs/migrating.md says"),
     ("optimizer: {lr: 3}", "unknown section or key 'optimizer'. Did you mean 'optim'?"),
     ("optim: {accum: 3}", "Did you mean 'training.accum'?"),
     ("optim: {qqqq: 3}", "Known here: lr, warmup, betas, milestones, scale"),
