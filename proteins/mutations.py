@@ -247,8 +247,13 @@ def scan_structure(path: str | Path, chains: list[str] | None = None,  # noqa: P
 
 
 def scan_sequence(name: str, text: str) -> Protein:
-    """All single mutations of a sequence: at each place, from 1, the 19 other letters."""
-    protein = protein_of_sequence(name, text)
+    """All single mutations of a sequence: at each place, from 1, the 19 other letters.
+
+    name: of the sequence, for messages. Raises: ValueError."""
+    try:
+        protein = protein_of_sequence(name, text)
+    except ValueError as error:
+        raise ValueError(f"{name:.60}: {error}") from None
     chain = protein.structure.chains["A"]
     for row, number in enumerate(chain.numbers):
         add_all_letters(protein, row, number, {})

@@ -126,7 +126,7 @@ def check_checkpoint(former, needed, config, anew, ignored=()) -> None:
     absent = [key for key in needed if key not in state]
     if absent:
         raise ValueError(f"{path} has no {', '.join(absent)}; expected a checkpoint of this "
-                         "training script.")
+                         "training script. Give one (--resume), or another --work_dir.")
     with using_checkpoint(path):
         differences = config_differences(
             state["config"], config, (*keys_that(type(config), "may_change"), *ignored))
