@@ -56,14 +56,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dpo.mutation_pairs import AGAINST, WILD_TYPE, Rules, mutated, pair_mutations
+from dpo.pair_files import LEAST_WEIGHT
+from proteins.letters import LETTERS
 from proteins.mutations import (describe_skipped, find_relatives, hold_out_proteins, place_all,
                                 place_on_sequences, read_mutations)
 from proteins.tables import (MAX_LISTED, check_cells, read_rows, read_table_text, refuse_all,
                              table_columns)
-from proteins.letters import LETTERS
-from training.parser import Parser
 from training.files import check_output, write_text_atomic
-from dpo.pair_files import LEAST_WEIGHT
+from training.parser import Parser
 
 LARGEST_SCORE = 1e100   # so that sums of differences stay finite
 MOST_ROUNDS = 1000

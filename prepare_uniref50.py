@@ -45,12 +45,12 @@ from urllib.parse import urlsplit
 import numpy as np
 from tqdm import tqdm
 
-from sedd.download import (download, downloaded_path, look_up, safe_url, size_of, stream,
-                           synchronise)
-from sedd.prepared import FILES, FORMAT, SETS, VERSION, check_prepared, read_meta
 from proteins.letters import LETTERS, N_TOKENS
 from proteins.sequences import (Proteins, ReadReport, is_pt, order_words, read_tables,
                                 refuse_nothing_left)
+from sedd.download import (download, downloaded_path, look_up, safe_url, size_of, stream,
+                           synchronise)
+from sedd.prepared import FILES, FORMAT, SETS, VERSION, check_prepared, read_meta
 from training.parser import Parser
 
 # The current release: some 13 GB, about 60 million proteins.

@@ -36,18 +36,18 @@ import torch
 
 from mpnn.batches import collate_complexes
 from mpnn.model import MAX_TEMPERATURE, decoding_order, gumbel_noise
-from mpnn.weights import load_proteinmpnn
-from mpnn.published import find_weights
 from mpnn.official_settings import PER_STRUCTURE, read_json
+from mpnn.published import find_weights
 from mpnn.settings import Design, letter_bias, name_of, structure_files
-from proteins.tables import refuse_all
 from mpnn.variants import log_probs_decoded_last
+from mpnn.weights import load_proteinmpnn
 from proteins.letters import LETTERS, X_ID
 from proteins.seeds import keyed_generator
 from proteins.sequences import named_sequences
+from proteins.tables import refuse_all
 from training.fast_linear import fast_linear
-from training.parser import Parser
 from training.files import check_output, check_writable, write_text_atomic, write_whole
+from training.parser import Parser
 from training.tool import refuse_moved_options
 
 DESIGNS = "designs.csv"

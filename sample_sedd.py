@@ -39,23 +39,23 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from ddp_setup import Ddp, all_sum, autocast, note_progress, print0, seed_for
-from sedd.report import report, sequences_of
-from training.parser import Parser
-from training.log import progress_bar
-from training.command_line import add_launch_arguments
-from training.loop import check_alike
-from training.resume import hash_of
+from proteins.letters import AMINO_ACIDS, X_ID, decode, encode
 from proteins.seeds import keyed_generator
-from training.files import check_output
-from training.tool import open_output, refuse_moved_options, run_tool, show_on_rank_0
+from proteins.sequences import Proteins, named_sequences
 from proteins.tables import refuse_all
+from sedd.batches import batches_within
 from sedd.diffusion import sample, sample_scheduled
 from sedd.evaluation import BoundEstimator, draw_lengths, perplexity
-from sedd.weights import export_sedd, load_sedd
-from sedd.batches import batches_within
-from proteins.letters import AMINO_ACIDS, X_ID, decode, encode
-from proteins.sequences import Proteins, named_sequences
+from sedd.report import report, sequences_of
 from sedd.variants import residue_scores
+from sedd.weights import export_sedd, load_sedd
+from training.command_line import add_launch_arguments
+from training.files import check_output
+from training.log import progress_bar
+from training.loop import check_alike
+from training.parser import Parser
+from training.resume import hash_of
+from training.tool import open_output, refuse_moved_options, run_tool, show_on_rank_0
 
 FREE = "_"              # marks a position of a template that is to be sampled
 BLOCK = 2000            # sequences that are scored together; results are written block by block

@@ -31,10 +31,10 @@ from typing import NamedTuple
 import torch
 
 from ddp_setup import print0
-from mpnn.weights import load_proteinmpnn
 from mpnn.published import find_weights
 from mpnn.variants import Scoring
 from mpnn.variants import score_proteins as score_with_proteinmpnn
+from mpnn.weights import load_proteinmpnn
 from proteins.mutations import (describe_skipped, place_all, place_on_sequences, read_mutations,
                                 scan_sequence, scan_structure)
 from proteins.pictures import draw_measured, draw_scan
@@ -49,11 +49,11 @@ from sedd.variants import score_proteins as score_with_sedd
 from sedd.weights import load_sedd
 from training.command_line import add_launch_arguments
 from training.fast_linear import fast_linear
-from training.parser import Parser
+from training.files import check_output
 from training.log import progress_bar
 from training.loop import check_alike
+from training.parser import Parser
 from training.resume import hash_of
-from training.files import check_output
 from training.tool import open_output, run_tool, show_on_rank_0
 
 

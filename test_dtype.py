@@ -26,13 +26,13 @@ from torch.utils.benchmark import Timer, timer
 
 from ddp_setup import Ddp, autocast, gather, grad_scaler, print0
 from mpnn.model import ProteinMPNN
+from sedd.diffusion import AbsorbingGraph, make_noise, sample, score_entropy_loss
+from sedd.fast_cpu import FastSEDD
+from training.command_line import add_launch_arguments, started_ranks
 from training.fast_linear import fast_linear
 from training.parser import Parser
 from training.peak import matmul_rows, measure_matmul
-from training.command_line import add_launch_arguments, started_ranks
 from training.precision import choose_dtype
-from sedd.diffusion import AbsorbingGraph, make_noise, sample, score_entropy_loss
-from sedd.fast_cpu import FastSEDD
 
 FAILED = 3                  # exit code
 FLOAT64 = torch.float64

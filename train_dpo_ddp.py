@@ -34,6 +34,12 @@ import torch.nn.functional as F
 
 from ddp_setup import (autocast, grad_scaler, optimize_with_ipex, print0, seed_for, stop_reason,
                        wrap_ddp)
+from dpo.evaluation import (SEEN, SUMS, evaluate, evaluate_start, metrics_of, pack, result_lines,
+                            save_model)
+from dpo.pair_plan import PairPlan
+from dpo.reference import Reference, make_tables
+from dpo.scorer import Likelihoods, load
+from dpo.validation import Validation
 from mpnn.dpo import ProteinMPNNKind
 from sedd.dpo import SeddKind
 from training.command_line import (add_run_arguments, exit_with, preparing, print_plan, ranks_meet,
@@ -49,15 +55,9 @@ from training.loop import (N_SCALARS, MicroBatchSampler, Run, after_step, check_
                            set_learning_rate, step_optimizer)
 from training.meter import bad_steps_field, make_meter, step_values
 from training.optimizer import make_optimizer
-from dpo.evaluation import (SEEN, SUMS, evaluate, evaluate_start, metrics_of, pack, result_lines,
-                            save_model)
-from dpo.pair_plan import PairPlan
 from training.parser import Parser
 from training.plan import describe_batch, describe_run, plan_head, plan_table, print_lines
 from training.precision import choose_precision
-from dpo.reference import Reference, make_tables
-from dpo.scorer import Likelihoods, load
-from dpo.validation import Validation
 from training.profile import StepProfile
 from training.resume import (ALWAYS_NEEDED, check_checkpoint, check_data, count_micro_batches,
                              hash_of, load_optimizer, load_weights, progress_of, rate_of, save_run,

@@ -32,6 +32,9 @@ import torch
 
 from ddp_setup import (Ddp, autocast, broadcast, grad_scaler, optimize_with_ipex, seed_for,
                        stop_reason, wrap_ddp)
+from proteins.letters import N_TOKENS, X_ID
+from proteins.seeds import keyed_generator
+from proteins.sequences import apply_max_length, collate, random_crops
 from sedd.batches import BatchPlan, BatchReader, count_rows, sum_rows, to_device
 from sedd.data import NO_DATA, load_data, missing_data, names_no_data
 from sedd.diffusion import make_graph, score_entropy_loss, stratified_times
@@ -39,9 +42,6 @@ from sedd.evaluation import (TIME_EPS, Validation, evaluate, evaluate_start, res
                              write_samples)
 from sedd.fast_cpu import FastSEDD
 from sedd.model import EMA, describe_memory, flops_per_position
-from proteins.letters import N_TOKENS, X_ID
-from proteins.seeds import keyed_generator
-from proteins.sequences import apply_max_length, collate, random_crops
 from sedd.weights import noise_of, start_from_weights, unused_noise_keys
 from training.command_line import (add_run_arguments, exit_with, preparing, print_plan, ranks_meet,
                                    read_command)

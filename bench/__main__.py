@@ -8,8 +8,8 @@ on the progress to stderr.
 """
 import sys
 
-from bench import learn, scale, speed
 from ddp_setup import BAD_INPUT
+from bench import learn, scale, speed
 
 COMMANDS = {"speed": speed, "scale": scale, "learn": learn}
 

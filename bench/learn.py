@@ -41,9 +41,9 @@ from pathlib import Path
 import yaml
 
 from ddp_setup import AGAIN, BAD_INPUT
-from training.parser import Parser
 from training.files import write_text_atomic
 from training.log import read_rows
+from training.parser import Parser
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = "learn.json"         # in the folder of a run

@@ -44,11 +44,11 @@ from dpo.reference import make_tables
 from sedd.data import names_no_data
 from training.command_line import joined_ranks, prepare_and_train
 from training.config import load_config
-from training.parser import Parser
 from training.files import read_text, write_text_atomic
 from training.launch import run_ranks
 from training.loop import open_batches, take_step
 from training.meter import PARTS, StepMeter, seconds_by_part
+from training.parser import Parser
 from training.plan import numbers_of
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"

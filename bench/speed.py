@@ -46,10 +46,10 @@ import torch
 
 import train_dpo_ddp
 import train_sedd_ddp
+from ddp_setup import BAD_INPUT
 from bench import against, speed_all
 from bench.made import made_lengths, write_demo_pdb, write_made_fasta, write_made_pairs
 from bench.plain import PlainDpo, PlainSedd, plain_mpnn_sample, plain_sedd_sample
-from ddp_setup import BAD_INPUT
 from dpo.reference import make_tables
 from mpnn.batches import collate_complexes
 from mpnn.model import decoding_order, random_proteinmpnn
@@ -62,8 +62,8 @@ from sedd.model import flops_per_position
 from sedd.weights import Sedd
 from training.command_line import joined_ranks, prepare_and_train
 from training.config import load_config
-from training.parser import Parser
 from training.loop import open_batches, take_step
+from training.parser import Parser
 from training.peak import matmul_rows, measure_matmul
 from training.precision import choose_dtype, compile_blocks
 

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from proteins.seeds import FOR_MUTATIONS, random_words
 from proteins.letters import decode
+from proteins.seeds import FOR_MUTATIONS, random_words
 
 AGAINST = ("wild_type", "mutants", "both")
 WILD_TYPE = ()

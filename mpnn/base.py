@@ -7,8 +7,8 @@ from typing import Any
 
 from dpo.scorer import Base
 from mpnn.model import random_proteinmpnn
-from mpnn.weights import WHERE_PUBLISHED, load_proteinmpnn
 from mpnn.published import EXAMPLES, INSTALL, in_folder, in_package, is_published
+from mpnn.weights import WHERE_PUBLISHED, load_proteinmpnn
 from training.fast_linear import fast_linear
 
 

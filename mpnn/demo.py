@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from mpnn.pairs import Pair
+from proteins.letters import AMINO_ACIDS, encode
 from proteins.seeds import FOR_DEMO
 from proteins.structures import Chain, Complex, Structure
-from proteins.letters import AMINO_ACIDS, encode
 
 PHI_PSI = {"helix": (-57, -47), "strand": (-120, 120)}              # degrees
 SUITED = {"helix": "AEHKLMQR", "strand": "CFITVWY"}                 # preferred letters there

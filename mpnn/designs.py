@@ -18,10 +18,10 @@ import torch
 from torch.nn.functional import pad
 
 from ddp_setup import all_sum, note_progress, seed_for
-from mpnn.model import ALPHABET, decoding_order, gumbel_noise
-from proteins.structures import Complex
-from proteins.letters import X_ID, decode
 from dpo.designs import PolicyDesigns
+from mpnn.model import ALPHABET, decoding_order, gumbel_noise
+from proteins.letters import X_ID, decode
+from proteins.structures import Complex
 from training.log import show_progress
 from training.loop import eval_mode
 

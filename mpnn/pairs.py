@@ -24,11 +24,11 @@ from pathlib import Path
 
 import numpy as np
 
-from proteins.structures import CA_MODEL, Complex, parse_positions, read_structure
-from proteins.letters import LETTERS, X_ID, encode
 from dpo.pair_files import MOST_PAIRS_LISTED, read_items, read_weight
-from proteins.tables import quote
+from proteins.letters import LETTERS, X_ID, encode
 from proteins.seeds import content_key
+from proteins.structures import CA_MODEL, Complex, parse_positions, read_structure
+from proteins.tables import quote
 
 REQUIRED = ("pdb_file", "preferred_seq", "unpreferred_seq")
 OPTIONAL = ("chain_id", "design_chains", "fixed_chains", "mutable_positions", "mutable_ranges",

@@ -20,8 +20,8 @@ import torch
 
 from mpnn.model import Pssm
 from mpnn.official_settings import MAX_BIAS, read_json, settings_of
-from proteins.structures import CA_MODEL, FORMATS, Complex, parse_positions, read_structure
 from proteins.letters import AMINO_ACIDS, LETTERS, X_ID, decode, encode
+from proteins.structures import CA_MODEL, FORMATS, Complex, parse_positions, read_structure
 
 
 class Design:

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from dpo.pair_files import PairsOfRun, hold_out_groups, join_groups, pairs_of_run, read_both
 from mpnn.demo import demo_pairs
 from mpnn.pairs import describe, read_pairs
-from dpo.pair_files import PairsOfRun, hold_out_groups, join_groups, pairs_of_run, read_both
 from proteins.seeds import FOR_SPLIT, content_key, random_words
 
 MOST_MISSED = 2             # warn if the held-out fraction misses val_fraction by a larger factor

@@ -30,8 +30,8 @@ from ddp_setup import Ddp, all_sum, note_progress
 from mpnn.batches import collate_complexes
 from mpnn.model import (Encoding, ProteinMPNN, SharedContext, decoded_before, decoding_order,
                         step_of_residue)
-from proteins.structures import Complex
 from proteins.seeds import keyed_generator
+from proteins.structures import Complex
 
 AT_ONCE = 8         # residues: with their neighbours' neighbours they fit into a processor's cache
 

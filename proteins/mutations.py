@@ -24,10 +24,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from proteins.letters import AMINO_ACIDS, LETTERS, decode, encode
 from proteins.structures import Chain, Complex, Structure, parse_positions, read_structure
 from proteins.tables import (MAX_LISTED, check_cells, read_rows, read_table_text, refuse_all,
                              table_columns)
-from proteins.letters import AMINO_ACIDS, LETTERS, decode, encode
 
 OPTIONAL_COLUMNS = ("pdb_file", "chain", "context", "sequence")
 LARGEST_VALUE = 1e100   # that is measured, so that sums of squares stay finite

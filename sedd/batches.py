@@ -21,9 +21,9 @@ import numpy as np
 import torch
 
 from ddp_setup import seed_for
-from sedd.prepared import REMAKE
 from proteins.seeds import random_words
 from proteins.sequences import Proteins
+from sedd.prepared import REMAKE
 
 ROW = 256                       # proteins per row of the table that sum_rows makes
 # Least size of a window (see BatchPlan)

@@ -34,9 +34,9 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from sedd.diffusion import independent_log_score, score_entropy_loss
 from proteins.letters import X_ID
 from proteins.seeds import keyed_generator
+from sedd.diffusion import independent_log_score, score_entropy_loss
 
 # In training t is drawn from [TIME_EPS, 1], as the weight of the loss, 1/t, diverges at 0: a model
 # learns no scores at lower noise.

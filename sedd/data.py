@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ddp_setup import barrier, note_progress, print0
+from proteins.sequences import read_sequences, split_by_hash
 from sedd.demo import DemoSource
 from sedd.prepared import PreparedProteins, check_prepared, keys_hash, read_meta
-from proteins.sequences import read_sequences, split_by_hash
 
 LARGE_FILE = 200_000_000        # bytes; a larger file should be prepared first
 NO_DATA = ("no proteins are given; expected --data FILE (sequences, or a prepared folder); for a "

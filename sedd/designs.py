@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from ddp_setup import all_sum, note_progress
-from sedd.diffusion import sample
+from dpo.designs import PolicyDesigns
 from proteins.letters import X_ID, decode
 from proteins.seeds import keyed_generator
-from dpo.designs import PolicyDesigns
+from sedd.diffusion import sample
 from training.loop import eval_mode
 
 

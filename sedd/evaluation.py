@@ -9,15 +9,15 @@ import numpy as np
 import torch
 
 from ddp_setup import all_sum, autocast, note_progress, seed_for
-from training.resume import save_run
-from training.files import write_text_atomic
-from sedd.bounds import TIME_EPS, Unigram
-from sedd.diffusion import sample, score_entropy_loss
-from sedd.batches import batches_within, to_device
 from proteins.letters import X_ID, decode
 from proteins.seeds import keyed_generator
 from proteins.sequences import collate, random_crops
+from sedd.batches import batches_within, to_device
+from sedd.bounds import TIME_EPS, Unigram
+from sedd.diffusion import sample, score_entropy_loss
+from training.files import write_text_atomic
 from training.loop import ADVICE, Diverged, eval_mode, record_score
+from training.resume import save_run
 
 SAMPLED_POSITIONS = 2**14   # positions of proteins that are sampled together, to limit memory
 EVAL_PROTEINS = 16    # proteins of max_length in an evaluation batch, without tokens_per_batch

@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from proteins.letters import X_ID, encode
 from dpo.pair_files import (PairsOfRun, hold_out_groups, join_groups, pairs_of_run, read_both,
                             read_items, read_list, read_weight)
+from proteins.letters import X_ID, encode
 from proteins.seeds import content_key
 from proteins.tables import check_cells, quote, read_rows, read_table_text, table_columns
 

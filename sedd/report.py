@@ -26,10 +26,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from training.files import write_whole
-from proteins.tables import refuse_all
 from proteins.letters import AMINO_ACIDS, encode
 from proteins.sequences import named_sequences
+from proteins.tables import refuse_all
+from training.files import write_whole
 
 K = 5                   # length of the words (K-mers) that are compared; 3.2 million are possible
 WINDOW = 12             # low complexity: residues of a window,

@@ -19,13 +19,13 @@ import numpy as np
 import torch
 
 from ddp_setup import broadcast
-from training.config import MOST_STEPS, config_to_dict, key, read_fields
-from training.resume import hash_of, using_checkpoint
-from training.files import check_zip, read_text, write_text_atomic, write_whole
+from proteins.letters import AMINO_ACIDS, LETTERS, N_TOKENS, UNIREF50, X_ID
 from sedd.diffusion import make_graph, make_noise
 from sedd.fast_cpu import FastSEDD
 from sedd.model import fitting_weights, load_official
-from proteins.letters import AMINO_ACIDS, LETTERS, N_TOKENS, UNIREF50, X_ID
+from training.config import MOST_STEPS, config_to_dict, key, read_fields
+from training.files import check_zip, read_text, write_text_atomic, write_whole
+from training.resume import hash_of, using_checkpoint
 
 EXPORT_FORMAT = "sedd-protein-1"   # of an exported folder
 EXPECTED = ("Expected a checkpoint of train_sedd_ddp.py, an exported folder, or a file in the "

@@ -26,8 +26,8 @@ from typing import Any
 
 from ddp_setup import (AGAIN, BAD_INPUT, Ddp, abort, detect_launcher, end_watch, setup_ddp,
                        start_watch)
-from training.parser import Parser
 from training.launch import start_ranks_if_asked
+from training.parser import Parser
 from training.plan import print_lines
 
 COLLECTIVE_SECONDS = 6 * 3600.0   # timeout; the watchdog is earlier and names the late rank
