@@ -79,7 +79,7 @@ def load_scorer(args, ddp):
     """
     path = args.weights
     of_run = Path(path, "best_model.pt")
-    if of_run.is_file():
+    if of_run.is_file() and holds_proteinmpnn(of_run):   # SEDD takes the folder
         raise ValueError(f"{path} is a folder of ProteinMPNN; expected a file of it: {of_run}.")
     if not os.path.isdir(path):
         path = str(find_weights(path))

@@ -128,7 +128,7 @@ class Loss:
         "sigmoid", help="see preference_loss. ipo: sums over residues, as published; *_norm: means "
                         "over residues")
     # What h, the gain of chosen over rejected, is measured from. base: the base weights. unfolded:
-    # each residue alone under these, so that h is the score of sample_proteinmpnn.py
+    # each residue alone under these, so that h is the score of score_mutations.py
     # --correct_unfolded, and pairs teach what this score gets wrong.
     reference: Literal["base", "unfolded"] = key(
         "base", kind="proteinmpnn", help="what a gain is measured from: the base weights, or each "
@@ -282,7 +282,7 @@ def check_loss(loss):
 
 
 # ---------------------------------------------------------------- loss
-def preference_loss(  # noqa: PLR0913  (four log-probabilities are what a preference is made of)
+def preference_loss(  # noqa: C901, PLR0913  (a branch per loss; a preference is four numbers)
         chosen: torch.Tensor, rejected: torch.Tensor, ref_chosen: torch.Tensor,
         ref_rejected: torch.Tensor, n: torch.Tensor, loss: Loss) -> torch.Tensor:
     """Loss of each pair, (P,).

@@ -6,6 +6,7 @@
 proteins: list of Protein (proteins/mutations.py). scores: (n,) of the variants of each.
 """
 import math
+from pathlib import Path
 
 import numpy as np
 
@@ -17,10 +18,12 @@ LETTERS_BY_KIND = "GAVLIMCPFWYSTNQHKRDE"    # small and greasy, aromatic, polar,
 PER_LINE = 100          # residues
 TICK = 10               # residues from one number to the next
 INCHES = 0.14           # of a cell
+LEAST_WIDTH = 4.0       # inches, for the title
 WITHIN = 0.995          # part of the scores that the colours tell apart
 DPI = 130
 GREY = "0.85"           # of cells without a score, such as gaps
 SCALE = "score, nats (above 0: the mutant is preferred)"
+DOT = "dot: wild type, also above"
 MOST_COLOURS = 10       # proteins that have a colour of their own
 
 
@@ -35,7 +38,7 @@ def draw_scan(proteins: list[Protein], scores: list[np.ndarray], path) -> None:
             blocks += blocks_of(protein, chain, of_protein)
     limit = float(np.quantile(np.abs(np.concatenate(scores)), WITHIN)) or 1.0
     longest = max(cells.shape[1] for *_, cells in blocks)
-    width = max(INCHES * longest + 1.6, 6.0)
+    width = max(INCHES * longest + 1.6, LEAST_WIDTH)
     height = (INCHES * len(LETTERS_BY_KIND) + 0.75) * len(blocks) + 0.3
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.subplots(len(blocks), 1, squeeze=False)[:, 0]
@@ -43,7 +46,7 @@ def draw_scan(proteins: list[Protein], scores: list[np.ndarray], path) -> None:
         image = draw_block(axis, *block, longest, limit)
     bar = figure.colorbar(image, ax=list(axes), extend="both", fraction=0.02, pad=0.01,
                           shrink=min(1.0, 3.0 / height + 0.3))
-    bar.set_label(SCALE)
+    bar.set_label(f"{SCALE}\n{DOT}")
     write_whole(path, lambda file: figure.savefig(file, dpi=DPI, format="png"))
 
 
@@ -64,7 +67,9 @@ def blocks_of(protein, chain, scores):
             wild_types[k] = mutation.wild_type
             cells[LETTERS_BY_KIND.index(mutation.wild_type), k] = 0
     scored = [k for k, letter in enumerate(wild_types) if letter]
-    name = f"{protein.name}, chain {chain}" if protein.has_structure else protein.name
+    name = Path(protein.name).name
+    if protein.has_structure:
+        name += f", chain {chain}"
     blocks = []
     for first in range(scored[0], scored[-1] + 1, PER_LINE) if scored else ():
         part = slice(first, min(first + PER_LINE, scored[-1] + 1))
@@ -87,7 +92,7 @@ def draw_block(axis, title, labels, wild_types, cells, longest, limit):  # noqa:
                     family="monospace")
     ticks = [k for k, label in enumerate(labels) if label.isdigit() and int(label) % TICK == 0]
     axis.set_xticks(ticks, [labels[k] for k in ticks], fontsize=8)
-    axis.set_title(f"{title}   (dot: wild type, also above)", fontsize=9, loc="left", pad=14)
+    axis.set_title(title, fontsize=9, loc="left", pad=14)
     for k, letter in enumerate(wild_types):
         axis.text(k, -0.9, letter, ha="center", va="bottom", fontsize=7, family="monospace")
     return image

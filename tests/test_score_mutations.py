@@ -317,6 +317,14 @@ def test_what_sedd_cannot_score_is_refused(text, options, said, score, folder):
     assert said in err and err.count("error: ") == 1
 
 
+def test_a_run_folder_of_sedds_dpo_is_scored_as_its_best_weights_are(command, folder):
+    of_file, _ = command("sedd.pt", "wild.fasta", "--scan")
+    (folder / "run").mkdir()
+    (folder / "sedd.pt").rename(folder / "run" / "best_model.pt")
+    of_folder, _ = command("run", "wild.fasta", "--scan")
+    assert of_folder == of_file
+
+
 def test_a_run_folder_of_proteinmpnn_is_refused_with_the_file_to_give(command, folder):
     (folder / "run").mkdir()
     (folder / "w.pt").rename(folder / "run" / "best_model.pt")

@@ -92,11 +92,15 @@ def test_losses_have_the_values_of_the_official_model(fixture):
         batch = batch_of(inputs, inputs["decoding_order"])
         reference, policy = (scored(model, inputs, batch) for model in models)
         reference = pair_scores(reference, batch, 1)[0]
-        for name in get_args(Loss.__annotations__["name"]):
+        official = case["dpo"]["losses"]
+        ours = get_args(Loss.__annotations__["name"])
+        compared = [name for name in ours if names.get(name, name) in official]
+        assert len(compared) >= 9       # a loss of later is compared with numbers by hand alone
+        for name in compared:
             loss = Loss(name=name, beta=2.0 if name == "simpo" else 0.1)
             values, _ = objective(Likelihoods(*pair_scores(policy, batch, 1)), batch, reference,
                                   loss)
-            near(values, case["dpo"]["losses"][names.get(name, name)],
+            near(values, official[names.get(name, name)],
                  **(dict(rtol=1e-3) if name == "ipo" else dict(atol=3e-4)))
 
 
