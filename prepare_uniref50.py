@@ -23,7 +23,6 @@ hundred files ("buckets"), by the first bits of its order word. The second sorts
 the other in memory. All work is done in FOLDER.partial, which is renamed to FOLDER at the very end.
 After an interruption the same command repeats the passes; a finished download is kept.
 """
-import argparse
 import collections
 import contextlib
 import dataclasses
@@ -86,8 +85,9 @@ def main(argv=None):
 
 
 def parse(argv):
-    parser = Parser(description=__doc__, allow_abbrev=False,
-                    formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False,
+                    epilog="The top of prepare_uniref50.py has examples, and says what the folder "
+                           "holds.")
     parser.add_argument("folder", type=Path, help="folder to create")
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--url", default=UNIREF50_URL, help="a mirror (default: %(default)s)")

@@ -20,7 +20,6 @@ ones; or files of each structure and one table of all designs to --out_folder. H
 all positions, was understood is printed to standard error. Wrong input ends with one message and
 exit code 2. docs/data.md defines scores and probabilities, and lists the files of --out_folder.
 """
-import argparse
 import csv
 import io
 import itertools
@@ -34,6 +33,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ddp_setup import SetupError, detect_launcher
 from mpnn.batches import collate_complexes
 from mpnn.model import MAX_TEMPERATURE, decoding_order, gumbel_noise
 from mpnn.official_settings import PER_STRUCTURE, read_json
@@ -88,8 +88,7 @@ def make_parser():
     """If an option has two names, the second is that of the published tool."""
     parser = Parser(
         description=__doc__.split("\n")[0], allow_abbrev=False,
-        epilog="docs/data.md explains scores, probabilities and the files of --out_folder.",
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=100))
+        epilog="docs/data.md explains scores, probabilities and the files of --out_folder.")
 
     def flag(*names, help):
         add(*names, nargs="?", const=1, type=int, choices=(0, 1), metavar="1", help=help)
@@ -601,9 +600,23 @@ def write_files(args, design, text, arrays, targets):
     write_whole(targets["seqs"], lambda file: file.write(text.encode()))
 
 
+def is_first_rank() -> bool:
+    """Whether this process does the work, which ranks of a launcher do not share: the first does.
+
+    Where the launcher is not clear, this is one process."""
+    try:
+        place = detect_launcher(os.environ)
+    except SetupError:
+        return True
+    if place.is_main and place.world_size > 1:
+        print(f"found {place.world_size} ranks: the first one does all the work", file=sys.stderr)
+    return place.is_main
+
+
 def main(argv):
     try:
-        run(parse_arguments(argv))
+        if is_first_rank():
+            run(parse_arguments(argv))
         return 0
     except BrokenPipeError:   # such as from `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -152,8 +152,9 @@ def load_for_sequences(path, args, ddp):
 
 def refuse_options(args, names, of):
     """ValueError for options that the weights do not use. of: the rest of the message."""
+    parser = make_parser()
     for name in names:
-        if getattr(args, name) != make_parser().get_default(name):
+        if getattr(args, name) != parser.get_default(name):
             raise ValueError(f"found --{name} with weights of {of}.")
 
 

@@ -59,9 +59,9 @@ from training.parser import Parser
 from training.plan import describe_batch, describe_run, plan_head, plan_table, print_lines
 from training.precision import choose_precision
 from training.profile import StepProfile
-from training.resume import (ALWAYS_NEEDED, check_checkpoint, check_data, count_micro_batches,
-                             hash_of, load_optimizer, load_weights, progress_of, rate_of, save_run,
-                             start_or_continue, using_checkpoint)
+from training.resume import (Checkpoint, check_checkpoint, check_data, check_progress,
+                             count_micro_batches, hash_of, load_optimizer, load_weights,
+                             progress_of, rate_of, save_run, start_or_continue, using_checkpoint)
 
 # model.kind -> what differs between them, see dpo/scorer.py
 KINDS = {"proteinmpnn": ProteinMPNNKind(), "sedd": SeddKind()}
@@ -227,7 +227,6 @@ class Config:
     monitoring: Monitoring = field(default_factory=Monitoring)
 
 
-NEEDED = (*ALWAYS_NEEDED, "sums", "seen", "base")   # what a checkpoint must hold
 
 
 def check_config(config: Config, without_data: bool = False) -> None:
@@ -385,6 +384,17 @@ class MicroBatchDataset(torch.utils.data.Dataset):
 
 # ---------------------------------------------------------------- prepare
 @dataclass(kw_only=True)
+class DpoCheckpoint(Checkpoint):
+    """See training.resume.Checkpoint."""
+    base: str                        # hash of the base weights
+    sums: list
+    seen: dict[str, int]
+    start: float | None = None
+    fallen: bool = False
+    collapsed: bool = False
+
+
+@dataclass(kw_only=True)
 class DpoRun(Run):
     pairs: list
     make_batch: Any        # see MicroBatchDataset
@@ -401,7 +411,7 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
     work_dir = Path(work_dir)
     training = config.training
     check_config(config)
-    former = start_or_continue(config, ddp, work_dir, resume, fresh)
+    former = start_or_continue(config, ddp, work_dir, resume, fresh, DpoCheckpoint)
     kind = KINDS[config.model.kind]
     base, data = load(kind, config, ddp)
     base_hash = hash_of(base.model.state_dict(), base.settings)
@@ -411,7 +421,7 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
     base = base._replace(model=copy.deepcopy(bare).eval())
     scorer = kind.scorer(base, [*data.train, *(data.val or [])], config, ddp)
     anew = kind.options_anew('FORMER' if resume else work_dir)
-    check_checkpoint(former, NEEDED, config, anew)
+    check_checkpoint(former, config, anew)
     check_data(former, "pairs", data.fingerprint, anew)
     micro_batches = count_micro_batches(former, config, ddp)
     if former.state is not None and former.state["base"] != base_hash:
@@ -449,6 +459,7 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
         reference=Reference(scorer), make_batch=scorer.batch_maker(data.train),
         sums=sums.to(ddp.device))
     load_optimizer(run, former)
+    check_progress(run)
     lines = describe_data(run, data, precision, ddp)
     print_lines(ddp, lines + describe_run(run, former.state, "pairs", lr_batch, ddp))
     take_folder(run, ddp, fresh, ("checkpoints", "reference", "designs"))

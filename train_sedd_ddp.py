@@ -61,8 +61,9 @@ from training.peak import choose_peak
 from training.plan import describe_batch, describe_run, plan_head, plan_table, print_lines
 from training.precision import choose_precision, compile_blocks
 from training.profile import StepProfile
-from training.resume import (ALWAYS_NEEDED, check_checkpoint, check_data, count_micro_batches,
-                             load_optimizer, load_weights, progress_of, rate_of, start_or_continue)
+from training.resume import (Checkpoint, check_checkpoint, check_data, check_progress,
+                             count_micro_batches, load_optimizer, load_weights, progress_of,
+                             rate_of, start_or_continue)
 
 
 # ---------------------------------------------------------------- config
@@ -172,7 +173,6 @@ class Config:
     monitoring: Monitoring = field(default_factory=Monitoring)
 
 
-NEEDED = (*ALWAYS_NEEDED, "ema", "plan")    # what a checkpoint must hold
 SEEN = ("residues", "tokens")   # counts of what a run has trained on so far
 
 
@@ -201,7 +201,7 @@ def check_config(config):
 
 
 # ---------------------------------------------------------------- loss
-def micro_batch_loss(model, batch, graph, config, ddp, dtype):
+def micro_batch_loss(model, batch, graph, ddp, dtype):
     """Loss of one micro-batch of MicroBatchDataset. Padding and unknown residues X do not count.
 
     Returns: (sum of the loss in nats; (3,) sums for the log: loss, residues, tokens). The loss is
@@ -291,6 +291,15 @@ def make_model(config, graph):
 
 
 @dataclass(kw_only=True)
+class SeddCheckpoint(Checkpoint):
+    """See training.resume.Checkpoint."""
+    ema: dict
+    plan: str                        # hash of the batches
+    recent: list[float] = field(default_factory=list)
+    init_from: dict | None = None
+
+
+@dataclass(kw_only=True)
 class SeddRun(Run):
     graph: Any
     noise: Any
@@ -306,7 +315,7 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
     the run folder is touched last, when all checks have passed on every rank."""
     work_dir = Path(work_dir)
     check_config(config)
-    former = start_or_continue(config, ddp, work_dir, resume, fresh)
+    former = start_or_continue(config, ddp, work_dir, resume, fresh, SeddCheckpoint)
     graph = make_graph(config.graph.type, N_TOKENS)
     noise = noise_of(vars(config.noise))
     dtype, precision = choose_precision(config, ddp)
@@ -319,7 +328,7 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
     anew = f"--init_from {former.path}"
     # Earlier versions accepted keys of other noise types, so a resumed run may have them.
     unused = [f"noise.{name}" for name in unused_noise_keys(config.noise)]
-    check_checkpoint(former, NEEDED, config, anew, unused)
+    check_checkpoint(former, config, anew, unused)
     check_data(former, "proteins", data.fingerprint, anew)
     micro_batches = count_micro_batches(former, config, ddp)
     reader = make_reader(config, data.train, micro_batches, ddp)
@@ -354,6 +363,7 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
         meter=make_meter(config, ddp, SEEN), letters=letters, graph=graph, noise=noise, plan=plan,
         init_from=init_from)
     load_optimizer(run, former)
+    check_progress(run)
     if not is_finished(run):
         reader.item_of(run.progress["step"], run.sampler.mine[0])   # raises if data is damaged
     lines += describe_data(run, data, precision + compiled, ddp) + measure_mfu(run, ddp)
@@ -415,7 +425,7 @@ def train(run, ddp):  # noqa: C901  (the loop of a run on one screen, in the ord
     evaluate_start(run, log, ddp)
 
     def loss_of(model, batch):
-        return micro_batch_loss(model, batch, run.graph, config, ddp, run.dtype)
+        return micro_batch_loss(model, batch, run.graph, ddp, run.dtype)
 
     dataset = MicroBatchDataset(run.graph, run.noise, config.data.max_length, run.micro_batches,
                                 training.seed, config.loss.reduction)

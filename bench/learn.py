@@ -1,6 +1,6 @@
 """Recipes x seeds of any training script, each evaluated by commands: a table of mean and spread.
 
-    python -m bench learn configs/learn_stability.yaml table=s2648.csv
+    python -m bench learn configs/learn/stability.yaml table=s2648.csv
     python -m bench learn my.yaml --recipes shipped,no_kl --seeds 0,1,2 --folder runs/mine
     python -m bench learn my.yaml more="training.n_iters=100"        # a value of the file
 

@@ -145,7 +145,7 @@ def training_of(run, what, ddp):
                                                    config.loss.reduction)
 
         def loss_of(model, batch):
-            return train_sedd_ddp.micro_batch_loss(model, batch, run.graph, config, ddp, run.dtype)
+            return train_sedd_ddp.micro_batch_loss(model, batch, run.graph, ddp, run.dtype)
     else:
         make_tables(run, ddp)
         dataset = train_dpo_ddp.MicroBatchDataset(run.make_batch, config.training.seed)

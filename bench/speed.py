@@ -322,8 +322,7 @@ class OurSedd:
     def loss_of(self, model, batch):
         x0 = batch["x0"]
         self.flops += x0.numel() * flops_per_position(self.run.bare, x0.shape[1])
-        return train_sedd_ddp.micro_batch_loss(model, batch, self.run.graph, self.run.config,
-                                               self.ddp, self.dtype)
+        return train_sedd_ddp.micro_batch_loss(model, batch, self.run.graph, self.ddp, self.dtype)
 
     def take(self, dtype):
         """A turn in this dtype. Returns its Work."""

@@ -177,8 +177,7 @@ def loss_of(run, what, ddp):
     """Function (model, batch) of the loss, as a training script makes it."""
     def micro_batch_loss(model, batch):
         if what == "sedd":
-            return train_sedd_ddp.micro_batch_loss(model, batch, run.graph, run.config, ddp,
-                                                   run.dtype)
+            return train_sedd_ddp.micro_batch_loss(model, batch, run.graph, ddp, run.dtype)
         return train_dpo_ddp.micro_batch_loss(model, batch, run.reference, run.config, ddp,
                                               run.dtype)
 

@@ -181,9 +181,8 @@ def open_batches(run, dataset, loss_of, ddp):
 
     After its first backward, DDP regroups the gradients into other buckets. With 3 ranks or more
     this changes the order in which it sums them, and so the last bits. Every start therefore runs
-    one backward and drops its result: a resumed run then sums like an uninterrupted one. With
-    static_graph DDP records the graph in it: each of these first backwards exchanges gradients, so
-    all ranks must have equally many, and here each has one."""
+    one backward, of one micro-batch on each rank, and drops its result: a resumed run then sums
+    like an uninterrupted one."""
     training = run.config.training
     start = functools.partial(start_worker, signals=training.stop_signals)
     loader = torch.utils.data.DataLoader(

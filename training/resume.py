@@ -2,8 +2,8 @@
 
 A script's `prepare` takes these steps, and builds its Run itself:
 
-    former = start_or_continue(config, ddp, work_dir, resume, fresh)   # which checkpoint, if any
-    check_checkpoint(former, NEEDED, config, anew)   # ValueError: what is wrong
+    former = start_or_continue(config, ddp, work_dir, resume, fresh, SeddCheckpoint)
+    check_checkpoint(former, config, anew)   # ValueError: what is wrong
     check_data(former, "proteins", fingerprint, anew)
     micro_batches = count_micro_batches(former, config, ddp)
     lr, warmup = rate_of(former, config.optim, lr_batch)
@@ -11,6 +11,7 @@ A script's `prepare` takes these steps, and builds its Run itself:
     load_weights(former, model)
     run = SeddRun(lr=lr, warmup=warmup, progress=progress, ...)
     load_optimizer(run, former)
+    check_progress(run)
     ...
     save_run(run, log, ddp, "last.pt", keep_last=2)
 
@@ -22,35 +23,62 @@ import hashlib
 import math
 import os
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from ddp_setup import broadcast, load_checkpoint, save_checkpoint
-from training.config import config_differences, config_items, config_to_dict, keys_that
+from training.config import (MOST_STEPS, config_differences, config_items, config_to_dict, key,
+                             keys_that, read_fields)
 from training.folder import MARKS, names_in, refuse_in_use
 from training.log import rows_up_to
 from training.loop import (ADVICE, Diverged, check_alike, check_ranks, is_finished,
                            micro_batches_of, scale_for_batch)
 
-# What every checkpoint to continue from must hold; scripts add to it.
-ALWAYS_NEEDED = ("model", "optimizer", "scaler", "step", "best", "bad_steps", "config",
-                 "micro_batches", "lr", "warmup", "data")
-
 
 # ---------------------------------------------------------------- what to continue from
+@dataclass
+class Fingerprint:
+    """Of the data of a run."""
+    n: int = key(least=0)
+    hash: str = key()
+
+
+@dataclass(kw_only=True)
+class Checkpoint:
+    """What every checkpoint to continue from holds; those of a script have more. Fields with a
+    default are of a later version than the first checkpoints."""
+    model: dict[str, torch.Tensor]
+    optimizer: dict
+    scaler: dict
+    config: dict
+    data: Fingerprint
+    step: int = key(least=0, most=MOST_STEPS)
+    best: dict | None
+    bad_steps: list[int] = key(least=0)     # in all, and in a row
+    bad_evals: int = key(0, least=0)
+    finished: str = ""
+    seen: dict[str, int] = field(default_factory=dict)
+    micro_batches: int = key(least=1)       # per global batch
+    lr: float
+    warmup: int
+
+
 class Former(NamedTuple):
     """The checkpoint that a start continues from."""
     path: str | None          # None: a new run
-    state: dict | None        # its content
+    state: dict | None        # its content, see Checkpoint
 
 
-def start_or_continue(config, ddp, work_dir, resume, fresh) -> Former:
+def start_or_continue(  # noqa: PLR0913  (what a command line says of a start)
+        config, ddp, work_dir, resume, fresh, content) -> Former:
     """Decide on rank 0 what to continue from; all ranks read the same checkpoint.
 
     Args:
         work_dir: Path of the run folder. resume, fresh: see find_checkpoint.
+        content: the script's class of Checkpoint.
     Raises: ValueError on every rank, also for a config that is not the same on all."""
     if fresh and resume:
         raise ValueError("--fresh and --resume exclude each other: start over, or continue.")
@@ -70,9 +98,11 @@ def start_or_continue(config, ddp, work_dir, resume, fresh) -> Former:
         return Former(None, None)
     state = load_checkpoint(path, ddp)
     path = ddp.state.checkpoint   # last-1.pt, where last.pt is damaged
-    if not isinstance(state, dict):
-        raise ValueError(f"{path} holds {type(state).__name__}; expected a checkpoint of this "
-                         "training script.")
+    try:
+        read_fields(content, state, path)
+    except ValueError as error:
+        raise ValueError(f"{error} It is no checkpoint of this training script: give one "
+                         "(--resume), another --work_dir, or --fresh to start over.") from None
     return Former(path, state)
 
 
@@ -110,12 +140,11 @@ def find_checkpoint(run_dir, resume, fresh) -> str | None:
     return str(last) if saved and not fresh else None
 
 
-def check_checkpoint(former, needed, config, anew, ignored=()) -> None:
+def check_checkpoint(former, config, anew, ignored=()) -> None:
     """Refuse a checkpoint that does not fit the config, or holds nan or infinity.
 
     Args:
         former: a Former. Without a state, nothing is checked.
-        needed: keys that the state must have.
         config: the config now; keys that may_change may differ from the checkpoint's config.
         anew: options that start a new run from this run's weights, for messages.
         ignored: more keys that may differ.
@@ -123,10 +152,6 @@ def check_checkpoint(former, needed, config, anew, ignored=()) -> None:
     path, state = former
     if state is None:
         return
-    absent = [key for key in needed if key not in state]
-    if absent:
-        raise ValueError(f"{path} has no {', '.join(absent)}; expected a checkpoint of this "
-                         "training script. Give one (--resume), or another --work_dir.")
     with using_checkpoint(path):
         differences = config_differences(
             state["config"], config, (*keys_that(type(config), "may_change"), *ignored))
@@ -256,20 +281,11 @@ def progress_of(former, seen, initial) -> dict:
                 "bad_steps": [0, 0],   # nan or infinite: in all, and in a row up to now
                 "seen": dict.fromkeys(seen, 0),
                 **initial}
-    path, state = former
+    _, state = former
     if state is None:
         return progress
     progress["seen"] = {}   # older checkpoints have none: what they have seen is not known
-    with using_checkpoint(path):
-        for name, value in progress.items():
-            if name not in state:
-                continue
-            if value is not None and type(state[name]) is not type(value):
-                raise TypeError(f"{name} is {state[name]!r:.60}")
-            if name == "step" and state[name] < 0:
-                raise ValueError(f"step is {state[name]}")
-            progress[name] = state[name]
-    return progress
+    return {name: state.get(name, value) for name, value in progress.items()}
 
 
 def load_weights(former, model) -> None:
@@ -283,9 +299,7 @@ def load_weights(former, model) -> None:
 def load_optimizer(run, former) -> None:
     """Continue with optimizer, scaler and averages of the checkpoint, if there is one.
 
-    A run that goes on in another folder looks for its best weights from here on: the file of the
-    best so far is in the former folder.
-    Raises: ValueError; also if an unfinished run has no step left to do."""
+    Raises: ValueError."""
     path, state = former
     if state is None:
         return
@@ -295,6 +309,16 @@ def load_optimizer(run, former) -> None:
         run.scaler.load_state_dict(state["scaler"])
         if run.ema is not None:
             run.ema.load_state_dict(state["ema"])
+
+
+def check_progress(run) -> None:
+    """Refuse a run that is not finished and has no step left to do; forget the best of a run that
+    goes on in another folder, as the file of these weights is in the former one.
+
+    Raises: ValueError."""
+    path = run.continued_from
+    if path is None:
+        return
     if is_finished(run):
         if not run.progress["finished"]:   # it stopped early, and n_iters has been lowered since
             raise ValueError(f"{path} is of step {run.progress['step']:,} of a run that is not "

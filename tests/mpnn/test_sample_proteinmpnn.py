@@ -15,6 +15,7 @@ from mpnn.model import random_proteinmpnn, to_checkpoint
 from mpnn.weights import load_proteinmpnn
 from mpnn.demo import PHI_PSI, build_backbone
 from proteins.structures import NAMES
+from launchers import ROOT, fork_ranks
 from mpnn_cases import Atoms
 
 LETTERS = "ACDEFGHIKLMNPQRSTVWY"
@@ -121,6 +122,14 @@ def test_the_same_seed_gives_the_same_sequences_whatever_the_batch_size_and_numb
     assert one == five and len(set(drawn(one))) == 5
     assert drawn(sample(pdb, *args, "--num", 2)) == drawn(one)[:2]
     assert drawn(sample(pdb, *args, "--seed", 1)) != drawn(one)[:1]
+
+
+def test_of_several_ranks_the_first_draws_alone(sample, weights, pdb, tmp_path):
+    alone = read(sample(pdb, "--num", 2)[0])
+    command = [ROOT / "sample_proteinmpnn.py", weights, pdb, "--num", 2, "--out", "two.fa"]
+    done = fork_ranks(2, command, tmp_path)
+    assert done.returncode == 0 and done.text.count("the first one does all the work") == 1
+    assert read((tmp_path / "two.fa").read_text()) == alone
 
 
 def test_letters_are_drawn_from_the_softmax_of_the_model(sample, weights, tmp_path):

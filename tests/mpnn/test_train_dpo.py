@@ -483,7 +483,10 @@ def test_a_resume_is_refused_for_other_pairs_or_base_weights_or_spoilt_ones(tmp_
             ({**state, "model": spoilt}, "1 tensors .* infinite numbers, first W_out.bias"),
             ({**state, "data": {"n": 3, "hash": "0"}},
              "other pairs, or in another order.*--base_model_name best_model"),
-            (older, "other.pt has no seen; expected a checkpoint")):
+            (older, "other.pt has no seen; expected a mapping.* no checkpoint of this training"),
+            ({**state, "step": -5}, "other.pt: step is -5; expected at least 0"),
+            ({**state, "optimizer": None}, "optimizer is nothing .*; expected a mapping"),
+            ([1], "other.pt holds .* no checkpoint of this training script")):
         torch.save(other, tmp_path / "other.pt")
         with pytest.raises(ValueError, match=text):
             run(tiny(), tmp_path / "new", resume=tmp_path / "other.pt")

@@ -139,7 +139,7 @@ def gradients_of(fasta, ddp, dtype, reduction, micro, static, by_definition=Fals
                                 reduction)
 
     def loss_of(model, batch):
-        return train_sedd_ddp.micro_batch_loss(model, batch, graph, config, ddp, torch.float32)
+        return train_sedd_ddp.micro_batch_loss(model, batch, graph, ddp, torch.float32)
 
     def whole(step):
         total = count = 0.0
@@ -411,7 +411,8 @@ def test_a_resume_is_refused_for_another_config_or_other_data(
         patch.setattr(sequence_batches, "BUCKET_RATIO", 0.9)   # another version of the project
         refused("was saved by a run with other batches", tiny(fasta), tmp_path / "w")
     torch.save({"step": 1}, tmp_path / "other.pt")
-    refused("no model, optimizer", tiny(fasta), tmp_path / "new", resume=tmp_path / "other.pt")
+    refused("other.pt has no model.* --fresh to start over", tiny(fasta), tmp_path / "new",
+            resume=tmp_path / "other.pt")
     assert not (tmp_path / "new").exists() and steps_of(tmp_path / "w") == [1, 2]
     log = tmp_path / "w" / "metrics.jsonl"
     text = '{"step": 1}\nnot json\n{"step": 2}\n'
