@@ -1000,9 +1000,13 @@ def _computed_port(ddp, env):
 
 
 def _launch_name(ddp, env):
-    """What tells this launch from others: the identifiers that its launcher gives to all ranks, if
-    any. Those of the job may be known on rank 0's host only, where ssh has started the others."""
-    names = f"{LAUNCHERS[ddp.launcher].launch} TORCHELASTIC_RESTART_COUNT"
+    """What tells this launch from others: the identifiers that its launcher gives to all ranks.
+    Hydra gives none, but passes its environment on, and so the job's id: two members of a job
+    array, say. Other launchers may leave it unknown where ssh has started the ranks."""
+    row = LAUNCHERS[ddp.launcher]
+    names = f"{row.launch} TORCHELASTIC_RESTART_COUNT"
+    if row.mpi and not row.launch:
+        names += f" {JOBS}"
     if ddp.slurm_step:   # perhaps beside another row
         names += f" {LAUNCHERS['Slurm step'].launch}"
     return "-".join(env[name] for name in names.split() if env.get(name))

@@ -50,7 +50,8 @@ prepare_job                          # checks, log, hosts, deadline
 # cores, and pass no variables to other hosts.
 set_launch() {
   list_slots                         # `hostfile` with each host NPROC times
-  list_environment 'CCL|CUDA|DDP|FI|HF|MASTER|NCCL|OMP|ONEAPI|UCX|WANDB|ZE'
+  list_environment 'CCL|CUDA|DDP|FI|GLOO|HF|MASTER|NCCL|OMP|ONEAPI|TORCH|UCX|WANDB|ZE'
+  export I_MPI_PERHOST=$NPROC        # else Intel MPI under PBS deals ranks to the hosts in turn
   launch=(mpirun -n "$DDP_WORLD_SIZE" --hostfile "$hostfile" --bind-to none
     env "${environment[@]}" "${python[@]}" -u)
 }

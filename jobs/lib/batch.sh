@@ -110,7 +110,10 @@ train() {   # start the run; if a rank or the pre-flight failed, again in this j
     log_before=$(wc -l < "$log")
     prepare_start
     set_launch
-    run_preflight
+    if ! command -v "${launch[0]}" > /dev/null; then
+      fail "there is no ${launch[0]} on PATH. Correct the line with module load, or VENV."
+    fi
+    run_preflight "$log_before"
     if [ -z "$outcome" ]; then run_training; fi
     find_bad_hosts "$log_before"
     why=$(why_no_restart)
@@ -128,8 +131,8 @@ train() {   # start the run; if a rank or the pre-flight failed, again in this j
   if [[ $FAILURES == *" $outcome "* ]]; then echo "not started again in this job: $why"; fi
 }
 
-run_preflight() {   # check the machine, unless PREFLIGHT is empty. Sets `code`, and `outcome`: empty
-  # if the run can start
+run_preflight() {   # run_preflight LINE: check the machine, unless PREFLIGHT is empty. Sets `code`, and
+  # `outcome`: empty if the run can start. LINE: as find_bad_hosts
   local checks
   code=0
   outcome=''
@@ -143,7 +146,12 @@ run_preflight() {   # check the machine, unless PREFLIGHT is empty. Sets `code`,
     no,0) return ;;
     no,2) ;;                            # its arguments were refused
     no,138 | no,140) code=75 ;;         # SIGUSR1 or 2: Slurm tells that the time is nearly over
-    no,*) code=3 ;;
+    no,*)
+      code=3
+      if [ "$(tail -n "+$(($1 + 1))" "$log" | grep -cE '^(PASS|FAIL)')" = 0 ]; then
+        echo "nothing was checked: ${launch[0]} or Python says above why it did not start"
+      fi
+      ;;
     *) code=143 ;;
   esac
   outcome=$code

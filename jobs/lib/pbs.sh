@@ -12,6 +12,8 @@ AT_END=1800          # the same for the next job, if the job may last so long
 prepare_job() {   # sets `hosts`, `hostfile`, `python`, `training`, and the ranks' environment
   note_settings SCRIPT CONFIG ARGS RUN_DIR VENV PYTHON NPROC CPU_BIND THREADS NCCL_PLUGIN_DIR \
     DDP_MPI4PY PREFLIGHT SAVE_SECONDS WALLTIME RETRIES CHAIN MAX_JOBS AGAIN_ON
+  job=''
+  given_port=${MASTER_PORT:-}
   list_hosts
   check_settings
   # PBS sets a TMPDIR too long for sockets of multiprocessing, and OMP_NUM_THREADS for a whole node.
@@ -30,7 +32,6 @@ prepare_job() {   # sets `hosts`, `hostfile`, `python`, `training`, and the rank
     open_log "${PBS_JOBID%%.*}"
     check_torch
     count_jobs "${CHAIN_JOB:-1}"
-    job=''
     if [ -n "$WALLTIME" ]; then ask_server 0; else ask_server "$AT_START"; fi
     check_submission
     set_deadline
@@ -59,6 +60,9 @@ check_settings() {
   if ! [[ $WALLTIME =~ ^([0-9]+:){0,2}[0-9]+$|^$ ]]; then
     fail "WALLTIME=$WALLTIME is not a time such as 12:00:00."
   fi
+  if [ -n "${EXCLUDE:-}" ]; then
+    fail "EXCLUDE is for Slurm: PBS cannot leave a host out of the next job. Leave it unset."
+  fi
   local bound=${CPU_BIND:-} spans
   if [[ $bound == list:* ]]; then
     IFS=: read -r -a spans <<< "${bound#list:}"
@@ -70,16 +74,19 @@ check_settings() {
 }
 
 prepare_start() {   # before each start: writes `hostfile`; the number of ranks, and where they meet
+  if [ "$retry" -gt 0 ] && [ -z "$job" ]; then
+    ask_server 0
+    set_deadline
+  fi
   printf '%s\n' "${hosts[@]}" > "$hostfile"
   export DDP_WORLD_SIZE=$((${#hosts[@]} * NPROC))    # PALS sets no world size
   # With DDP_MPI4PY=1, rank 0 sends its address by MPI. On one host the ranks find each other, and
   # so do those of other jobs there, such as other members of an array.
   if [ "$DDP_MPI4PY" = 0 ] && [ "${#hosts[@]}" -gt 1 ]; then
-    local digits=${PBS_JOBID:-0}
+    local digits=${PBS_JOBID:-0} port
     digits=${digits%%[!0-9]*}
-    MASTER_ADDR=${hosts[0]}
-    MASTER_PORT=$((20000 + (10#$digits + 97 * ${PBS_ARRAY_INDEX:-0} + 31 * retry) % 10000))
-    export MASTER_ADDR MASTER_PORT
+    port=$((20000 + (10#$digits + 97 * ${PBS_ARRAY_INDEX:-0} + 31 * retry) % 10000))
+    export MASTER_ADDR=${hosts[0]} MASTER_PORT=${given_port:-$port}
   elif [ "$DDP_MPI4PY" = 0 ]; then
     unset MASTER_ADDR MASTER_PORT                     # of a start on more hosts
   fi
@@ -87,21 +94,21 @@ prepare_start() {   # before each start: writes `hostfile`; the number of ranks,
 
 list_slots() {   # write each host NPROC times into `hostfile`, as mpirun counts ranks
   local host k
-  if [ -z "${DRY_RUN:-}" ] && [ "$(grep -cxF "${hosts[0]}" "$PBS_NODEFILE")" -lt "$NPROC" ]; then
-    fail "NPROC=$NPROC, but PBS lists ${hosts[0]} fewer times: Open MPI starts no more ranks there.
-  Ask for them: -l select=...:mpiprocs=$NPROC"
-  fi
   for host in "${hosts[@]}"; do
+    if [ -z "${DRY_RUN:-}" ] && [ "$(grep -cxF "$host" "$PBS_NODEFILE")" -lt "$NPROC" ]; then
+      fail "NPROC=$NPROC, but PBS lists $host fewer times: Open MPI starts no more ranks there.
+  Ask for them: -l select=...:mpiprocs=$NPROC"
+    fi
     for ((k = 0; k < NPROC; k++)); do echo "$host"; done
   done > "$hostfile"
 }
 
 list_environment() {   # list_environment NAMES: sets `environment`, NAME=VALUE of the variables that
-  # begin so, and of those in which programs and libraries are looked for
+  # begin so, of those given by qsub -v, and of those in which programs and libraries are looked for
   local name
   environment=()
   for name in $(compgen -e); do
-    if [[ $name =~ ^((PATH|LD_LIBRARY_PATH|PYTHONPATH|TMPDIR)$|($1)_) ]]; then
+    if [[ $name =~ ^((PATH|LD_LIBRARY_PATH|PYTHONPATH|TMPDIR)$|($1)_) ]] || was_given "$name"; then
       environment+=("$name=${!name}")
     fi
   done
@@ -147,6 +154,10 @@ attribute() {   # attribute NAME: print its value; nothing if the job has none
   done <<< "$job"
 }
 
+was_given() {   # was_given NAME: by qsub -v, as far as is known
+  [[ $1 != PBS_* && $1 != CHAIN_JOB && ",${job#*Variable_List = }" == *",$1="* ]]
+}
+
 why_no_chain() {   # print why no job can follow this one, however it ends; nothing if one can
   if [ "$CHAIN" != 1 ]; then
     echo "CHAIN is $CHAIN"
@@ -172,6 +183,18 @@ check_submission() {   # refuse at the start what no next job could be made from
     fail "the last word behind qsub, '${submitted##* }', is not the path of this script, from which
   the next job is made. Give it so, without blanks, and not by 'qsub < FILE'. Or let no next job
   follow: -v CHAIN=0."
+  elif [ -n "$job" ] && [ "$job_number" = 1 ]; then
+    try_submission
+  fi
+}
+
+try_submission() {   # submit the next job on hold, and delete it: at some sites only login nodes may
+  local held
+  if ! held=$(submit -h -m n); then
+    echo "ATTENTION: this host could not submit a next job (see above). If so at the end too, give the
+  same qsub again. CHAIN=0: no next job, and no trial now"
+  elif ! qdel "$held"; then
+    echo "not deleted: give qdel $held"
   fi
 }
 
@@ -181,7 +204,8 @@ set_deadline() {   # sets DDP_DEADLINE, when the run saves and stops, and `ends`
   told=$(attribute Resource_List.walltime)
   told=${told:-$WALLTIME}
   if [ -z "$told" ]; then
-    echo "the walltime is not known, and WALLTIME is empty: the run does not save before its end"
+    told=$(sed -n 's/^#PBS .*walltime=\([0-9:]*\).*/\1/p' "$0" | head -n 1)
+    echo "the walltime is not known, and WALLTIME is empty: it is taken to be ${told:-without end}"
   fi
   seconds=$(seconds_of "${told:-$A_YEAR}")
   # An interactive job began before its user started this script. A time at which the job would
@@ -207,7 +231,7 @@ seconds_of() {   # seconds_of TIME: print the seconds of 12:00:00, 30:00 or 90
 }
 
 submit_next_job() {   # if steps are left and this job got further
-  local why limit can_exclude=0      # PBS cannot leave a host out
+  local why limit refusals=0 can_exclude=0      # PBS cannot leave a host out
   why=$(why_no_chain)
   why=${why:-$(why_no_next_start)}
   if [ -n "$why" ]; then
@@ -218,8 +242,9 @@ submit_next_job() {   # if steps are left and this job got further
   if [ "$limit" -gt $((ends - 30)) ]; then limit=$((ends - 30)); fi
   if [ -z "$job" ]; then ask_server $((limit - $(date +%s))); fi
   while [ -n "$job" ] && ! submit; do
-    # A server that answers has refused it. One that does not is asked again.
-    if [ "$(date +%s)" -ge "$limit" ] || qstat -f "$PBS_JOBID" > /dev/null; then
+    # A server that answers has refused it, or came back just now. One that does not is asked again.
+    if qstat -f "$PBS_JOBID" > /dev/null; then refusals=$((refusals + 1)); fi
+    if [ "$(date +%s)" -ge "$limit" ] || [ "$refusals" = 2 ]; then
       job=''
     else
       sleep 5
@@ -228,9 +253,10 @@ submit_next_job() {   # if steps are left and this job got further
   if [ -z "$job" ]; then echo "not submitted: give the same qsub again"; fi
 }
 
-submit() {   # the next job: this one's account, queue, nodes, time, variables and what below is set.
-  # All else stands in the script's own lines, as they are by then.
-  local options=() name submitted
+submit() {   # submit OPTION...: the next job: this one's account, queue, nodes, time, variables, what
+  # below is set, and these options of qsub. All else stands in the script's own lines, as they are
+  # by then.
+  local options=("$@") name submitted
   add_attribute Account_Name -A
   add_attribute Resource_List.select -l select=
   add_attribute Resource_List.walltime -l walltime=
@@ -238,11 +264,9 @@ submit() {   # the next job: this one's account, queue, nodes, time, variables a
   if [ "$(attribute Priority)" != 0 ]; then add_attribute Priority -p; fi
   if [ "$(attribute Rerunable)" = False ]; then options+=(-r n); fi
   # By name only: qsub takes the value, which may hold commas and blanks, from the environment.
-  local names=CHAIN_JOB list=",${job#*Variable_List = }"
+  local names=CHAIN_JOB
   for name in $(compgen -e); do
-    if [[ $name != PBS_* && $name != CHAIN_JOB && $list == *",$name="* ]]; then
-      names+=",$name"
-    fi
+    if was_given "$name"; then names+=",$name"; fi
   done
   submitted=$(attribute Submit_arguments)
   CHAIN_JOB=$((job_number + 1)) qsub -W "depend=afterany:$PBS_JOBID" -q "$PBS_O_QUEUE" \

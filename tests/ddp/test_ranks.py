@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from launchers import (ROOT, ForkedRanks, clean_environment, fork_ranks, free_port, own_tracebacks,
-                       read_status)
+from launchers import (GRACE, ROOT, ForkedRanks, clean_environment, fork_ranks, free_port,
+                       own_tracebacks, read_status)
 
 HEAD = f"""
 import os, signal, sys, time
@@ -171,6 +171,16 @@ with setup_ddp(quiet=True, init_timeout=10.0) as ddp:
     print(all_sum(1, ddp), flush=True)
 """, tmp_path, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
     assert (done.returncode, done.stdout) == (0, "2.0\n" * 2), done.text
+
+
+def test_ranks_of_two_members_of_a_job_array_do_not_meet_at_one_port(tmp_path):
+    here = {"PMI_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "DDP_GUARD": 0,
+            "DDP_MPI4PY": 0}
+    members = {rank: {**here, "PMI_RANK": rank, "MPI_LOCALRANKID": rank,
+                      "PBS_JOBID": f"12[{rank}].server"} for rank in range(2)}
+    path = script(tmp_path, "with setup_ddp(quiet=True, init_timeout=2.0):\n    pass\n")
+    with ForkedRanks([path], tmp_path, members) as ranks:
+        assert 0 not in ranks.codes(100, GRACE), ranks.err()
 
 
 def test_several_ranks_that_would_meet_again_are_told_so_at_once(tmp_path):

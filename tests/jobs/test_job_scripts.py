@@ -220,12 +220,18 @@ module() { echo "$*" >> "$SITE/modules"; }
 conda() { :; }
 export PATH=$SITE/bin:$PYTHON_FOLDER:$PATH
 """
-# As PBS' own: a name without a value is refused.
+# As PBS' own: a name without a value is refused. A job on hold (-h) waits until qdel removes it.
 QSUB = """
 import json, os, sys
 words, names = sys.argv[1:], sys.argv[sys.argv.index("-v") + 1].split(",")
-with open(os.environ["SITE"] + "/next", "w") as f:
+file = "held" if "-h" in words else "next"
+with open(os.environ["SITE"] + "/" + file, "w") as f:
     json.dump({"words": words, "variables": {name: os.environ[name] for name in names}}, f)
+print("999.site")
+"""
+QDEL = """#!/bin/bash
+echo "$*" >> "$SITE/deleted"
+[ "$*" = 999.site ] && rm "$SITE/held"
 """
 ATTRIBUTES = """Job Id: 101.site
     Account_Name = AnyProject
@@ -255,6 +261,7 @@ class Site:
         self.submitted = "-A AnyProject -l select=2:system=any,software=one -v X=1 jobs/{script}"
         self.nodes(1)
         self.program("qsub", f"#!{sys.executable}{QSUB}")
+        self.program("qdel", QDEL)
         self.program("qstat", '#!/bin/bash\n[ "$1" = -f ] && cat "$SITE/attributes"\n')
 
     def program(self, name, text):
@@ -382,7 +389,7 @@ def test_the_next_job_comes_from_the_projects_file_with_options_and_variables_of
     site.fake_launcher("75 75")
     (project / "jobs" / "aurora.pbs").rename(project / "jobs" / "mine.pbs")
     given = {"ARGS": "training.stop_signals=[SIGTERM,SIGUSR1]\n data.max_length=32", "NPROC": "3",
-             "CPU_BIND": "none", "MY_OWN": "a b", "PREFLIGHT": ""}
+             "CPU_BIND": "none", "MY_OWN": "a \"b\" \\c, d=1", "PREFLIGHT": ""}
     assert site.run("mine.pbs", **given) == 75, site.printed + logs(project)
     asked = json.loads((site.folder / "next").read_text())
     *words, script = asked["words"]
@@ -585,6 +592,13 @@ def test_members_of_an_array_on_the_same_hosts_meet_at_ports_of_their_own(site, 
     assert len(ports) == 3, ports
 
 
+def test_ranks_meet_at_the_port_that_is_given(site, project):
+    site.nodes(2)
+    site.fake_launcher("1 1", "0 0")
+    assert site.run("pbs.sh", CPU_BIND=None, RETRIES=1, MASTER_PORT=23456) == 0, logs(project)
+    assert site.environment()["MASTER_PORT"] == "23456", "also in the second start"
+
+
 def test_the_ranks_of_one_host_find_a_port_themselves(site, project):
     site.hosts = ["hostA"]
     site.nodes(2)
@@ -619,6 +633,16 @@ def test_the_next_job_keeps_umask_priority_and_that_it_may_not_be_rerun(site, pr
     assert "-W umask=22" in words and "-p 5" in words and "-r n" in words
 
 
+def shorten_pauses(site, at_start=300):
+    """Of the copy of the project; at_start: seconds in which a job asks a server at its start."""
+    lib = site.project / "jobs" / "lib" / "pbs.sh"
+    text = lib.read_text()
+    for old, new in (("sleep 5\n", "sleep 0.1\n"), ("AT_START=300", f"AT_START={at_start}")):
+        assert old in text
+        text = text.replace(old, new)
+    lib.write_text(text)
+
+
 # Answers from the call on whose number is in the file `mute`.
 MUTE_QSTAT = """#!/bin/bash
 echo >> "$SITE/asked"
@@ -626,7 +650,8 @@ echo >> "$SITE/asked"
 """
 
 
-def mute_until(site, call):
+def mute_until(site, call, at_start=300):
+    shorten_pauses(site, at_start)
     (site.folder / "mute").write_text(f"{call}\n")
     site.program("qstat", MUTE_QSTAT)
 
@@ -661,9 +686,10 @@ def test_a_server_that_never_answers_is_asked_until_shortly_before_the_end_of_th
 
 def test_a_qsub_whose_server_is_away_is_tried_again(site, project):
     site.fake_launcher("75 75")
+    shorten_pauses(site)
     site.program("qsub", f"""#!/bin/bash
 echo >> "$SITE/tried"
-[ "$(wc -l < "$SITE/tried")" -ge 3 ] && exec {sys.executable} "$SITE/bin/real_qsub" "$@"
+[ "$(wc -l < "$SITE/tried")" -ge 4 ] && exec {sys.executable} "$SITE/bin/real_qsub" "$@"
 echo "qsub: cannot connect to server" >&2
 exit 1
 """)
@@ -675,12 +701,77 @@ exit 1
     assert site.goes_on(), logs(project)
 
 
-def test_a_qsub_that_is_refused_is_not_repeated(site, project):
+REFUSING_QSUB = """#!/bin/bash
+echo >> "$SITE/tried"
+echo "qsub: Bad UID for job execution" >&2
+exit 1
+"""
+
+
+def test_a_qsub_that_is_refused_is_tried_no_more_than_twice(site, project):
     site.fake_launcher("75 75")
-    site.program("qsub", '#!/bin/bash\necho >> "$SITE/tried"\nexit 1\n')
-    assert site.run("aurora.pbs") == 75, logs(project)
-    assert len((site.folder / "tried").read_text()) == 1
+    shorten_pauses(site)
+    site.program("qsub", REFUSING_QSUB)
+    assert site.run("aurora.pbs", CHAIN_JOB=2) == 75, logs(project)
+    assert len((site.folder / "tried").read_text()) == 2
     assert "not submitted: give the same qsub again" in logs(project)
+
+
+def test_a_server_that_comes_back_right_after_a_qsub_has_failed_gets_the_next_job(site, project):
+    site.fake_launcher("75 75")
+    shorten_pauses(site)
+    site.program("qsub", f"""#!/bin/bash
+[ -e "$SITE/tried" ] && exec {sys.executable} "$SITE/bin/real_qsub" "$@"
+touch "$SITE/tried"
+exit 1
+""")
+    site.program("real_qsub", QSUB)
+    assert site.run("aurora.pbs", CHAIN_JOB=2) == 75, logs(project)
+    assert site.goes_on(), logs(project)
+
+
+def test_a_host_that_may_not_submit_jobs_says_so_before_the_run_starts(site, project):
+    site.fake_launcher("75 75")
+    shorten_pauses(site)
+    site.program("qsub", REFUSING_QSUB)
+    assert site.run("aurora.pbs") == 75, logs(project)
+    before_the_run = logs(project).partition("stops and saves at")[0]
+    assert "Bad UID" in before_the_run and "could not submit a next job" in before_the_run
+
+
+def test_the_trial_whether_a_host_may_submit_jobs_leaves_none(site, project):
+    site.fake_launcher("0 0")
+    assert site.run("aurora.pbs") == 0, logs(project)
+    assert (site.folder / "deleted").read_text() == "999.site\n"
+    assert not (site.folder / "held").exists() and not site.goes_on(), logs(project)
+
+
+@pytest.mark.parametrize("given", [{"CHAIN": 0}, {"CHAIN_JOB": 2}])
+def test_a_job_that_no_other_follows_or_that_a_host_has_submitted_makes_no_trial(given, site,
+                                                                                  project):
+    site.fake_launcher("0 0")
+    assert site.run("aurora.pbs", **given) == 0 and not (site.folder / "deleted").exists()
+
+
+def test_where_the_server_does_not_answer_the_deadline_is_that_of_the_scripts_own_walltime(
+        site, project):
+    site.fake_launcher("75 75")
+    mute_until(site, 2, at_start=0)
+    before = time.time()
+    assert site.run("aurora.pbs") == 75, logs(project)
+    deadline = int((site.folder / "deadline").read_text())
+    assert before - 1 <= deadline - (12 * 3600 - 600) <= time.time()
+    assert "it is taken to be 12:00:00" in logs(project)
+    assert site.goes_on(), "asked again at the end"
+
+
+def test_a_second_start_in_a_job_asks_again_for_the_walltime(site, project):
+    site.fake_launcher("1 1", "75 75")
+    mute_until(site, 2, at_start=0)
+    before = time.time()
+    assert site.run("aurora.pbs", RETRIES=1) == 75, logs(project)
+    deadline = int((site.folder / "deadline").read_text())
+    assert before - 1 <= deadline - (2 * 3600 - 600) <= time.time()
 
 
 def test_a_walltime_that_is_no_time_is_refused(site, project):
@@ -865,6 +956,60 @@ def test_more_ranks_than_pbs_has_slots_for_are_refused(site, project):
     assert site.run("pbs.sh", CPU_BIND=None, NPROC="2") == 2 and site.launched() == []
     assert "PBS lists hostA fewer times" in logs(project)
     assert "-l select=...:mpiprocs=2" in logs(project)
+
+
+def test_a_host_with_fewer_slots_than_the_first_one_is_named(site, project):
+    site.fake_launcher("0 0")
+    (site.folder / "nodes").write_text("hostA\nhostA\nhostB\n")
+    assert site.run("pbs.sh", CPU_BIND=None, NPROC="") == 2 and site.launched() == []
+    assert "NPROC=2, but PBS lists hostB fewer times" in logs(project)
+
+
+@pytest.mark.parametrize("given, qstat_answers", [
+    ({"MY_OWN": "a=b, c"}, True), ({"GLOO_SOCKET_IFNAME": "hsn0"}, False)])
+def test_variables_that_are_no_settings_reach_ranks_on_other_hosts(given, qstat_answers, site,
+                                                                   project):
+    """Open MPI, which reaches those by ssh, passes only what stands in the launch line."""
+    site.fake_launcher("0 0")
+    site.nodes(2)
+    if not qstat_answers:
+        site.program("qstat", "#!/bin/bash\nexit 1\n")
+    assert site.run("pbs.sh", CPU_BIND=None, WALLTIME="1:00:00", **given) == 0, logs(project)
+    (name, value), = given.items()
+    assert f" {name}={value} " in site.launched()[0]
+
+
+def test_intel_mpi_under_pbs_puts_ranks_that_follow_each_other_on_one_host(site, project):
+    site.fake_launcher("0 0")
+    site.nodes(2)
+    assert site.run("pbs.sh", CPU_BIND=None, NPROC="") == 0, logs(project)
+    assert site.environment()["I_MPI_PERHOST"] == "2"
+
+
+def test_a_setting_of_slurm_that_pbs_cannot_follow_is_refused(site, project):
+    site.fake_launcher("0 0")
+    assert site.run("aurora.pbs", EXCLUDE=1) == 2 and site.launched() == []
+    assert "EXCLUDE is for Slurm" in site.printed
+
+
+def test_a_job_without_its_launcher_says_so(site, project):
+    site.fake_launcher("0 0")
+    (site.folder / "bin" / "mpiexec").unlink()
+    site.profile("export PATH=$SITE/bin:/usr/bin:/bin\n")      # our own .venv has MPICH's
+    assert site.run("aurora.pbs", PYTHON=sys.executable) == 2, logs(project)
+    assert "there is no mpiexec on PATH" in logs(project)
+
+
+@ONE_OF_EACH
+@pytest.mark.parametrize("printed, says_so", [
+    ("not enough slots", True), ("PASS  place", False), ("FAIL  set-up", False)])
+def test_a_preflight_whose_launcher_does_not_start_says_that_nothing_was_checked(
+        script, printed, says_so, site, project):
+    site.fake_launcher("- 1")
+    for name in ("mpiexec", "srun"):
+        site.program(name, f"#!/bin/bash\necho '{printed}'\nexit 1\n")
+    assert site.run(script, PREFLIGHT="--preflight") == 3, logs(project)
+    assert ("nothing was checked" in logs(project)) == says_so
 
 
 @pytest.mark.parametrize("script", [*PBS_SCRIPTS, "slurm.sh", "torchrun_multinode.sh"])
@@ -1199,13 +1344,14 @@ def test_torchrun_on_two_hosts_stops_at_a_signal_to_one_and_goes_on_by_the_same_
 # How each MPI reaches the other host, as its own variables say it.
 REACH = """#!/bin/bash
 export HYDRA_LAUNCHER=rsh HYDRA_LAUNCHER_EXEC=HOST_SHELL PRTE_MCA_plm_ssh_agent=HOST_SHELL
+export I_MPI_HYDRA_BOOTSTRAP=rsh I_MPI_HYDRA_BOOTSTRAP_EXEC=HOST_SHELL PATH=$(dirname MPIRUN):$PATH
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 exec MPIRUN "$@"
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["mpich", "openmpi"])
+@pytest.mark.parametrize("launcher", ["mpich", "openmpi", "intel"])
 def test_the_launch_line_of_any_pbs_site_starts_ranks_on_two_hosts(launcher, site, two_hosts,
                                                                    project, reference):
     need(launcher)
