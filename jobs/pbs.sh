@@ -1,5 +1,6 @@
 #!/bin/bash -l
-# Train at any site with PBS (OpenPBS or Professional), by its mpirun. Never run under a real PBS.
+# Train at any site with PBS (OpenPBS or Professional), by its mpirun. An earlier form of this
+# script has run under a real OpenPBS.
 # Change three lines for your site: `-l select` (nodes, what each has, and its ranks: mpiprocs, one
 # per GPU), `-l walltime`, and the line with `module load`.
 #   qsub -A MyProject -v ARGS="--data my.fasta" jobs/pbs.sh     (else data/uniref50)
