@@ -337,6 +337,27 @@ def test_ctrl_c_twice_does_not_change_the_code_of_a_rank_that_has_left(tmp_path)
     assert (done.returncode, done.stderr) == (75, "")
 
 
+@pytest.mark.parametrize("code", [0, 75], ids=["finished", "stopped"])
+def test_a_sigterm_after_a_good_end_lets_the_rank_finish_what_it_still_writes(code, tmp_path):
+    """Such as a profile. Only a failure in status.json means that the launcher ends all."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "status.json").write_text(f'{{"code": {code}, "reason": "", "step": 4}}')
+    done = guarded(f"""{MET}
+import fcntl, termios
+def finish(*_):
+    print("written")
+    sys.exit({code})
+signal.signal(signal.SIGTERM, finish)
+tell(run_dir="run", limit=0.0, step=4)
+tell(left=True)
+while any(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4))):    # the guard has not heard it all
+    time.sleep(0.01)
+os.kill(os.getppid(), signal.SIGTERM)
+time.sleep(60)
+""", tmp_path, cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "written\n", "")
+
+
 # ---------------------------------------------------------------- no progress
 STACKS = """
 import faulthandler, os, signal, statistics, threading, time

@@ -1,5 +1,6 @@
 """Ranks that a script starts here: do they have their place, and end as they should?"""
 
+import contextlib
 import signal
 import socket
 
@@ -211,6 +212,18 @@ def test_a_number_of_ranks_that_differs_from_the_environments_is_refused(monkeyp
 def test_a_number_of_ranks_that_no_host_starts_is_refused(ranks):
     with pytest.raises(ValueError, match=f"found --nproc_per_node {ranks}; expected"):
         launch.check_launcher_options({"nproc_per_node": ranks})
+
+
+@pytest.mark.parametrize("rank, starts", [("0", True), ("1", False)])
+def test_ranks_are_started_in_a_shell_that_is_the_first_task_of_a_step(rank, starts, monkeypatch):
+    """As of `srun -n 2 --pty bash`: the other tasks have ended."""
+    step = {"SLURM_STEP_ID": "0", "SLURM_PROCID": rank, "SLURM_STEP_NUM_TASKS": "2",
+            "SLURM_LOCALID": rank, "SLURM_PTY_PORT": "4711"}
+    for name, value in step.items():
+        monkeypatch.setenv(name, value)
+    refusal = pytest.raises(ValueError, match="Slurm step has started 2 already")
+    with contextlib.nullcontext() if starts else refusal:
+        launch.check_launcher_options({"nproc_per_node": 2})
 
 
 FAILS = """
