@@ -565,7 +565,7 @@ class Claim(NamedTuple):
     size: int | None
     local_rank: int | None = None
     local_size: int | None = None
-    slurm_step: str | None = None   # to be cancelled if a rank fails
+    slurm_step: str | None = None
 
     def agrees(self, other: "Claim") -> bool:
         """Whether both may be of one launch, as of srun and of its PMI."""
@@ -633,10 +633,7 @@ def _with_step(claim, env):
     """The Claim of Slurm's row, with what no single variable tells."""
     if _int(env, "SLURM_STEP_NUM_NODES") == 1:
         claim = claim._replace(local_size=claim.size)
-    if not env.get("SLURM_PTY_PORT"):   # of srun --pty: a person's shell, which must live on
-        step = f"{env.get('SLURM_JOB_ID', '')}.{env['SLURM_STEP_ID']}"
-        claim = claim._replace(slurm_step=step)
-    return claim
+    return claim._replace(slurm_step=f"{env.get('SLURM_JOB_ID', '')}.{env['SLURM_STEP_ID']}")
 
 
 def _choose(claims, env):
@@ -879,7 +876,7 @@ def _set_up(device, backend, seed, ranks, timeout, init_timeout, ipex):  # noqa:
     _refuse_other_size(ddp, "DDP_WORLD_SIZE", _int(env, "DDP_WORLD_SIZE"))
     ddp = replace(ddp, seed=seed, host=socket.gethostname(), timeout=timeout,
                   state=State(mpi=mpi, ipex=ipex, guard=_pipe_to_guard()))
-    _tell_guard(ddp, rank=ddp.rank, host=ddp.host, slurm_step=ddp.slurm_step)
+    _tell_guard(ddp, rank=ddp.rank, host=ddp.host, slurm_step=_step_to_cancel(ddp))
     _write_stacks_to(None, ddp)
     error = ""
     try:
@@ -1471,11 +1468,18 @@ def _end_others(ddp, code):
     time.sleep(0.5)   # for MPICH to forward what was printed: MPI_Abort drops the rest
     if ddp.state.mpi is not None:
         ddp.state.mpi.Abort(code)
-    if ddp.slurm_step:
+    step = _step_to_cancel(ddp)
+    if step:
         with contextlib.suppress(OSError, subprocess.SubprocessError):   # it is missing, or hangs
-            subprocess.run(["scancel", ddp.slurm_step], timeout=30, stderr=subprocess.DEVNULL)
+            subprocess.run(["scancel", step], timeout=30, stderr=subprocess.DEVNULL)
     if LAUNCHERS[ddp.launcher].mpi:
         os.abort()   # MPICH ends all ranks when one dies of a signal, not for an exit code
+
+
+def _step_to_cancel(ddp):
+    """Slurm's step, if this rank fails; "" at a terminal, where its first task may be a person's
+    shell (srun --pty)."""
+    return "" if os.isatty(0) else ddp.slurm_step
 
 
 def _in_one_line(error):

@@ -226,10 +226,11 @@ def test_slurm_is_asked_to_end_the_step_of_a_rank_that_fails(end, step, cancelle
     assert "no server" not in done.stderr, "the line FAILED stays the last one"
 
 
-@pytest.mark.parametrize("pmi", [{}, {"PMI_RANK": "1", "PMI_SIZE": "2"}], ids=["none", "pmi2"])
-def test_a_rank_of_srun_tells_its_step_whatever_pmi_it_has(pmi, tmp_path):
-    (tmp_path / "script.py").write_text(f"""
-import sys
+def told_of_its_step(folder, variables, start=""):
+    """What a rank of a step of srun tells its guard. start: what the rank does first."""
+    (folder / "script.py").write_text(f"""
+import os, sys
+{start}
 sys.path.insert(0, {str(ROOT)!r})
 import ddp_setup
 ddp_setup._tell_guard = lambda ddp, **message: print(message)
@@ -238,8 +239,19 @@ ddp_setup.setup_ddp()
 """)
     step = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "3", "SLURM_PROCID": "1", "SLURM_LOCALID": "1",
             "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
-    done = fork_ranks(1, ["script.py"], tmp_path, {**step, **pmi})
-    assert "'slurm_step': '77.3'" in done.stdout, done.text
+    done = fork_ranks(1, ["script.py"], folder, {**step, **variables})
+    return done.stdout
+
+
+@pytest.mark.parametrize("pmi", [{}, {"PMI_RANK": "1", "PMI_SIZE": "2"}], ids=["none", "pmi2"])
+def test_a_rank_of_srun_tells_its_step_whatever_pmi_it_has(pmi, tmp_path):
+    assert "'slurm_step': '77.3'" in told_of_its_step(tmp_path, pmi)
+
+
+def test_a_rank_at_a_terminal_has_no_step_that_may_be_cancelled(tmp_path):
+    """A person's shell, in which it runs, may be a task of it: srun -n 4 --pty bash."""
+    at_a_terminal = "os.dup2(os.openpty()[1], 0)"
+    assert "'slurm_step': ''" in told_of_its_step(tmp_path, {}, at_a_terminal)
 
 
 def test_a_rank_does_not_outlive_its_guard(tmp_path):

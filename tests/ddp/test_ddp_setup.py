@@ -171,14 +171,6 @@ def test_a_step_is_only_that_of_all_ranks_if_srun_has_started_each_of_them():
     assert detect_launcher({**Place(rank=1).slurm(), **FIFTH.torchrun()}).slurm_step == ""
 
 
-def test_a_step_of_which_a_persons_shell_is_a_task_is_not_that_of_all_ranks():
-    """It lives on when a rank fails. All tasks of `srun --pty` may be ranks, nevertheless."""
-    env = {**FIFTH.slurm(), "SLURM_PTY_PORT": "4711"}
-    ddp = detect_launcher(env)
-    assert (ddp.rank, ddp.world_size, ddp.slurm_step) == (5, 8, "")
-    assert ddp_setup._place_of_rank_0(ddp, env).host == "n0"
-
-
 @pytest.mark.parametrize("launcher", ["torchrun", "open_mpi", "hydra"])
 def test_a_rank_whose_numbers_are_by_chance_those_of_its_task_meets_the_others(launcher):
     """In a shell of `srun -n 4`, or in each of four tasks, a launcher starts four ranks."""
