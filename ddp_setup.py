@@ -531,6 +531,7 @@ class Launcher(NamedTuple):
     local_size: str
     launch: str = ""    # variables that together identify a launch
     needs: str = ""     # other variables of which one must be set, or this row is skipped
+    own: str = ""       # a variable that nobody else sets, neither srun nor a person
     mpi: bool = False   # its ranks are MPI processes: mpi4py may be used
 
 
@@ -539,15 +540,17 @@ LAUNCHERS = {
     "DDP_* variables": Launcher("DDP_RANK", "DDP_WORLD_SIZE", "DDP_LOCAL_RANK",
                                 "DDP_LOCAL_WORLD_SIZE"),
     "torchrun": Launcher("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
-                         launch="TORCHELASTIC_RUN_ID", needs="MASTER_ADDR LOCAL_RANK"),
+                         launch="TORCHELASTIC_RUN_ID", needs="MASTER_ADDR LOCAL_RANK",
+                         own="TORCHELASTIC_RUN_ID"),
     "Open MPI": Launcher("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
                          "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
-                         launch="PMIX_NAMESPACE", mpi=True),
+                         launch="PMIX_NAMESPACE", own="OMPI_COMM_WORLD_RANK", mpi=True),
     # Size: Polaris sets PMI_SIZE, Aurora none. Slurm's cray_shasta plugin sets PALS_RANKID too.
     "PALS": Launcher("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID PMI_LOCAL_RANK PMIX_LOCAL_RANK",
                      "PALS_LOCAL_SIZE PMI_LOCAL_SIZE", launch="PALS_APID", mpi=True),
     "MPICH or Intel MPI (Hydra)": Launcher("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID PMI_LOCAL_RANK",
-                                           "MPI_LOCALNRANKS PMI_LOCAL_SIZE", mpi=True),
+                                           "MPI_LOCALNRANKS PMI_LOCAL_SIZE",
+                                           own="MPI_LOCALRANKID", mpi=True),
     "Slurm step": Launcher("SLURM_PROCID", "SLURM_STEP_NUM_TASKS SLURM_NTASKS", "SLURM_LOCALID",
                            "", launch="SLURM_JOB_ID SLURM_STEP_ID SLURM_RESTART_COUNT",
                            needs="SLURM_STEP_ID"),
@@ -568,6 +571,10 @@ class Claim(NamedTuple):
         """Whether both may be of one launch, as of srun and of its PMI."""
         sizes = {self.size, other.size} - {None}
         return self.rank == other.rank and len(sizes) <= 1
+
+    @property
+    def is_alone(self) -> bool:
+        return self.rank == 0 and self.size == 1
 
 
 def detect_launcher(env: dict, mpi: tuple[int, int] | None = None) -> Ddp:
@@ -598,10 +605,7 @@ def detect_launcher(env: dict, mpi: tuple[int, int] | None = None) -> Ddp:
     _refuse_incomplete(chosen, env)
     if chosen.size == 1:   # its step may be salloc's own shell
         return Ddp(local_rank=chosen.local_rank, launcher=chosen.launcher, notes=tuple(notes))
-    local_size = chosen.local_size
-    if chosen.slurm_step and _int(env, "SLURM_STEP_NUM_NODES") == 1:
-        local_size = chosen.size   # Slurm sets no plain number for this
-    return Ddp(chosen.rank, chosen.size, chosen.local_rank, local_size, node_rank=None,
+    return Ddp(chosen.rank, chosen.size, chosen.local_rank, chosen.local_size, node_rank=None,
                launcher=chosen.launcher, slurm_step=chosen.slurm_step or "", notes=tuple(notes))
 
 
@@ -609,18 +613,27 @@ def _claims(env, mpi=None):
     """The Claims of mpi4py and of all rows of LAUNCHERS whose variable for the rank is set."""
     claims = []
     for name, row in LAUNCHERS.items():
-        rank = _first_int(env, row.rank)
         has_needed = any(env.get(name, "").strip() for name in row.needs.split())
-        if rank is None or (row.needs and not has_needed):
+        if row.needs and not has_needed:
+            continue   # RANK alone may mean anything
+        rank = _first_int(env, row.rank)
+        if rank is None:
             continue
-        step = None
+        claim = Claim(name, rank, _first_int(env, row.size), _first_int(env, row.local_rank),
+                      _first_int(env, row.local_size))
         if name == "Slurm step":
-            step = f"{env.get('SLURM_JOB_ID', '')}.{env['SLURM_STEP_ID']}"
-        claims.append(Claim(name, rank, _first_int(env, row.size), _first_int(env, row.local_rank),
-                            _first_int(env, row.local_size), step))
+            claim = _with_step(claim, env)
+        claims.append(claim)
     if mpi is not None:
         claims.append(Claim("mpi4py", *mpi))
     return claims
+
+
+def _with_step(claim, env):
+    """The Claim of Slurm's row, with what no single variable tells."""
+    if _int(env, "SLURM_STEP_NUM_NODES") == 1:
+        claim = claim._replace(local_size=claim.size)
+    return claim._replace(slurm_step=f"{env.get('SLURM_JOB_ID', '')}.{env['SLURM_STEP_ID']}")
 
 
 def _choose(claims, env):
@@ -630,11 +643,12 @@ def _choose(claims, env):
     has left. It does if set on purpose, by torchrun or DDP_* variables."""
     candidates = []
     for claim in claims:
-        by_torchrun = claim.launcher == "torchrun" and env.get("TORCHELASTIC_RUN_ID")
+        if claim.launcher == "mpi4py":
+            continue
+        by_torchrun = claim.launcher == "torchrun" and _is_own(claim, env)
         on_purpose = by_torchrun or claim.launcher == "DDP_* variables"
         claim = _completed(claim, claims, env)
-        is_alone = claim.rank == 0 and claim.size == 1
-        if claim.launcher in LAUNCHERS and (on_purpose or not is_alone):
+        if on_purpose or not claim.is_alone:
             candidates.append(claim)
     for claim in candidates:
         if claim.size is not None and claim.local_rank is not None:
@@ -642,8 +656,16 @@ def _choose(claims, env):
     return candidates[0] if candidates else None   # what it lacks is named by the caller
 
 
+def _is_own(claim, env):
+    """Whether a launcher itself has set these variables, and not srun or a person."""
+    return bool(env.get(LAUNCHERS[claim.launcher].own, "").strip())
+
+
 def _completed(claim, claims, env):
-    """A Claim, with what it lacks from those that agree with it."""
+    """A Claim, with what it lacks from those that agree with it.
+
+    By chance, rank 0 of a torchrun or mpirun in a shell of `srun -n 4` agrees with task 0 of 4, and
+    no other rank does. So a launcher that knows where its ranks are takes no step."""
     for other in claims:
         if other.agrees(claim):
             lent = {name: value for name, value in other._asdict().items()
@@ -651,14 +673,18 @@ def _completed(claim, claims, env):
             claim = claim._replace(**lent)
     if claim.size is None:
         claim = claim._replace(size=_int(env, "DDP_WORLD_SIZE"))
+    knows_where = env.get("MASTER_ADDR") or claim.local_size == claim.size
+    if _is_own(claim, env) and knows_where:
+        claim = claim._replace(slurm_step=None)
     return claim
 
 
 def _refuse_contradiction(chosen, other, env):
     """Raise SetupError if a Claim that disagrees with the chosen one is not just of an outer
     launcher: it is mpi4py's, or torchrun's variables were exported by hand under an MPI."""
-    by_hand = chosen.launcher == "torchrun" and not env.get("TORCHELASTIC_RUN_ID")
-    if other.launcher == "mpi4py" or (by_hand and LAUNCHERS[other.launcher].mpi):
+    by_hand = chosen.launcher == "torchrun" and not _is_own(chosen, env)
+    by_mpi = other.launcher != "mpi4py" and LAUNCHERS[other.launcher].mpi and not other.is_alone
+    if other.launcher == "mpi4py" or (by_hand and by_mpi):
         raise SetupError(
             f"{chosen.launcher} says rank {chosen.rank} of {chosen.size}, {other.launcher} says "
             f"rank {other.rank} of {other.size}. Expected the same. Unset what is left over from "
@@ -672,7 +698,7 @@ def _refuse_incomplete(chosen, env):
         raise SetupError(
             f"{chosen.launcher} started rank {chosen.rank} but sets no number of ranks. Expected "
             f"DDP_WORLD_SIZE: export it next to the mpiexec call (nodes x ranks per node), or "
-            f"install mpi4py. {_seen(env)}")
+            f"install mpi4py. If no launcher runs, unset what is left over. {_seen(env)}")
     if chosen.local_rank is None:
         raise SetupError(
             f"{chosen.launcher} started rank {chosen.rank} of {chosen.size}, but no variable tells "
@@ -850,7 +876,7 @@ def _set_up(device, backend, seed, ranks, timeout, init_timeout, ipex):  # noqa:
     _refuse_other_size(ddp, "DDP_WORLD_SIZE", _int(env, "DDP_WORLD_SIZE"))
     ddp = replace(ddp, seed=seed, host=socket.gethostname(), timeout=timeout,
                   state=State(mpi=mpi, ipex=ipex, guard=_pipe_to_guard()))
-    _tell_guard(ddp, rank=ddp.rank, host=ddp.host, slurm_step=ddp.slurm_step)
+    _tell_guard(ddp, rank=ddp.rank, host=ddp.host, slurm_step=_step_to_cancel(ddp))
     _write_stacks_to(None, ddp)
     error = ""
     try:
@@ -879,10 +905,11 @@ def _refuse_other_size(ddp, name, wanted):
 
 def _leave_unless_first_on_host(error):
     """Exit with an error's code on all ranks but the first of each host, which prints it."""
-    for row in LAUNCHERS.values():
-        for name in row.local_rank.split():
-            if os.environ.get(name, "").strip() not in ("", "0"):
-                _leave_silently(error.code)
+    env = dict(os.environ)
+    with contextlib.suppress(SetupError):   # a variable is no number: each rank says so
+        claim = _choose(_claims(env), env)
+        if claim is not None and claim.local_rank:
+            _leave_silently(error.code)
 
 
 def _leave_silently(code):
@@ -977,8 +1004,8 @@ def _place_of_rank_0(ddp, env):
         return Address(host, port, "by MPI broadcast")
     if ddp.on_one_host:
         host = LOOPBACK
-    elif ddp.slurm_step:
-        host = _seen_from_outside(ddp, _first_host(env.get("SLURM_STEP_NODELIST", "")))
+    elif _nodes_of_step(ddp, env):
+        host = _seen_from_outside(ddp, _first_host(_nodes_of_step(ddp, env)))
     else:
         raise SetupError(
             f"{ddp.launcher} started ranks that may be on several hosts, and nothing tells them "
@@ -1022,6 +1049,14 @@ def _launcher_process(ddp):
             status = Path(f"/proc/{pid}/stat").read_text()
             pid = int(status.rpartition(")")[2].split()[1])   # the name may hold blanks
     return str(pid)
+
+
+def _nodes_of_step(ddp, env):
+    """Slurm's list of the hosts of these ranks; "": there is none."""
+    for claim in _claims(env):
+        if (claim.launcher, claim.rank, claim.size) == ("Slurm step", ddp.rank, ddp.world_size):
+            return env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
+    return ""
 
 
 def _first_host(nodelist):
@@ -1207,8 +1242,8 @@ def _problem_of(reports, size, limit):
     if missing:
         hosts = sorted({report["host"] for report in reports.values()})
         return (f"{len(missing)} of {size} ranks did not appear within {limit:.0f} s: rank(s) "
-                f"{_listed(missing)}. The others are on {_listed(hosts)}. Is a host down, or "
-                f"cannot it reach rank 0?"), 1
+                f"{_listed(missing)}. The others are on {_listed(hosts)}. Were all started? Is a "
+                f"host down, or cannot it reach rank 0?"), 1
     users = {}   # {accelerator: the first rank that reported it}
     for rank, report in reports.items():
         first = users.setdefault((report["host"], report["device"]), rank)
@@ -1437,11 +1472,18 @@ def _end_others(ddp, code):
     time.sleep(0.5)   # for MPICH to forward what was printed: MPI_Abort drops the rest
     if ddp.state.mpi is not None:
         ddp.state.mpi.Abort(code)
-    if ddp.slurm_step:
+    step = _step_to_cancel(ddp)
+    if step:
         with contextlib.suppress(OSError, subprocess.SubprocessError):   # it is missing, or hangs
-            subprocess.run(["scancel", ddp.slurm_step], timeout=30, stderr=subprocess.DEVNULL)
+            subprocess.run(["scancel", step], timeout=30, stderr=subprocess.DEVNULL)
     if LAUNCHERS[ddp.launcher].mpi:
         os.abort()   # MPICH ends all ranks when one dies of a signal, not for an exit code
+
+
+def _step_to_cancel(ddp):
+    """Slurm's step, if this rank fails; "" at a terminal, where its first task may be a person's
+    shell (srun --pty)."""
+    return "" if os.isatty(0) else ddp.slurm_step
 
 
 def _in_one_line(error):

@@ -77,7 +77,8 @@ def check_launcher_options(given: dict) -> None:
         environment.pop("RANK", None)
         environment.pop("WORLD_SIZE", None)
     place = detect_launcher(environment)
-    if place.world_size > 1:
+    in_a_shell = "SLURM_PTY_PORT" in environment and os.isatty(0)   # the first task of several
+    if place.world_size > 1 and not in_a_shell:
         raise ValueError(f"--nnodes and --nproc_per_node start ranks, but {place.launcher} has "
                          f"started {place.world_size} already. Leave one of the two out.")
     n_nodes = given.get("nnodes", 1)

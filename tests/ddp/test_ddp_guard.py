@@ -226,10 +226,11 @@ def test_slurm_is_asked_to_end_the_step_of_a_rank_that_fails(end, step, cancelle
     assert "no server" not in done.stderr, "the line FAILED stays the last one"
 
 
-@pytest.mark.parametrize("pmi", [{}, {"PMI_RANK": "1", "PMI_SIZE": "2"}], ids=["none", "pmi2"])
-def test_a_rank_of_srun_tells_its_step_whatever_pmi_it_has(pmi, tmp_path):
-    (tmp_path / "script.py").write_text(f"""
-import sys
+def told_of_its_step(folder, variables, start=""):
+    """What a rank of a step of srun tells its guard. start: what the rank does first."""
+    (folder / "script.py").write_text(f"""
+import os, sys
+{start}
 sys.path.insert(0, {str(ROOT)!r})
 import ddp_setup
 ddp_setup._tell_guard = lambda ddp, **message: print(message)
@@ -238,8 +239,19 @@ ddp_setup.setup_ddp()
 """)
     step = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "3", "SLURM_PROCID": "1", "SLURM_LOCALID": "1",
             "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
-    done = fork_ranks(1, ["script.py"], tmp_path, {**step, **pmi})
-    assert "'slurm_step': '77.3'" in done.stdout, done.text
+    done = fork_ranks(1, ["script.py"], folder, {**step, **variables})
+    return done.stdout
+
+
+@pytest.mark.parametrize("pmi", [{}, {"PMI_RANK": "1", "PMI_SIZE": "2"}], ids=["none", "pmi2"])
+def test_a_rank_of_srun_tells_its_step_whatever_pmi_it_has(pmi, tmp_path):
+    assert "'slurm_step': '77.3'" in told_of_its_step(tmp_path, pmi)
+
+
+def test_a_rank_at_a_terminal_has_no_step_that_may_be_cancelled(tmp_path):
+    """A person's shell, in which it runs, may be a task of it: srun -n 4 --pty bash."""
+    at_a_terminal = "os.dup2(os.openpty()[1], 0)"
+    assert "'slurm_step': ''" in told_of_its_step(tmp_path, {}, at_a_terminal)
 
 
 def test_a_rank_does_not_outlive_its_guard(tmp_path):
@@ -335,6 +347,27 @@ def test_a_second_ctrl_c_ends_a_rank_that_does_not_heed_the_first(tmp_path):
 def test_ctrl_c_twice_does_not_change_the_code_of_a_rank_that_has_left(tmp_path):
     done = guarded(f"{MET}tell(left=True)\n{TWICE}\nsys.exit(75)\n", tmp_path)
     assert (done.returncode, done.stderr) == (75, "")
+
+
+@pytest.mark.parametrize("code", [0, 75], ids=["finished", "stopped"])
+def test_a_sigterm_after_a_good_end_lets_the_rank_finish_what_it_still_writes(code, tmp_path):
+    """Such as a profile. Only a failure in status.json means that the launcher ends all."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "status.json").write_text(f'{{"code": {code}, "reason": "", "step": 4}}')
+    done = guarded(f"""{MET}
+import fcntl, termios
+def finish(*_):
+    print("written")
+    sys.exit({code})
+signal.signal(signal.SIGTERM, finish)
+tell(run_dir="run", limit=0.0, step=4)
+tell(left=True)
+while any(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4))):    # the guard has not heard it all
+    time.sleep(0.01)
+os.kill(os.getppid(), signal.SIGTERM)
+time.sleep(60)
+""", tmp_path, cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "written\n", "")
 
 
 # ---------------------------------------------------------------- no progress

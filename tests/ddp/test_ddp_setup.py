@@ -95,6 +95,7 @@ def test_every_launcher_is_known_by_its_variables(env, name, mpi):
     ({**BATCH_SHELL, **FIFTH.open_mpi()}, "Open MPI"),              # mpirun in a job of sbatch
     ({**ALONE.slurm(), **FIFTH.hydra()}, "Hydra"),                  # and in a step of one task
     ({**Place(rank=1).open_mpi(), **FIFTH.by_hand()}, "DDP_*"),
+    ({**ALONE.slurm(), **ALONE.pmi2(), **FIFTH.torchrun(), "TORCHELASTIC_RUN_ID": ""}, "torchrun"),
     ({**FIFTH.open_mpi(), "RANK": "0", "WORLD_SIZE": "8"}, "Open MPI")])
 def test_of_nested_launchers_the_innermost_counts(env, name):
     place = detect_launcher(env)
@@ -145,7 +146,7 @@ def test_one_task_is_one_process_whatever_else_agrees(env, left_over):
 
 
 @pytest.mark.parametrize("env", [{"RANK": "3", "WORLD_SIZE": "4"}, {"PALS_LOCAL_RANKID": "0"},
-                                 {"LOCAL_RANK": "0"}])
+                                 {"LOCAL_RANK": "0"}, {"RANK": "genus"}])
 def test_what_no_launcher_sets_alone_is_taken_for_left_over(env):
     assert detect_launcher(env).world_size == 1
 
@@ -168,6 +169,19 @@ def test_a_step_is_only_that_of_all_ranks_if_srun_has_started_each_of_them():
     assert detect_launcher({**BATCH_SHELL, **ALONE.slurm()}).slurm_step == ""
     assert detect_launcher({**ALONE.slurm(), **ALONE.torchrun()}).slurm_step == ""
     assert detect_launcher({**Place(rank=1).slurm(), **FIFTH.torchrun()}).slurm_step == ""
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "open_mpi", "hydra"])
+def test_a_rank_whose_numbers_are_by_chance_those_of_its_task_meets_the_others(launcher):
+    """In a shell of `srun -n 4`, or in each of four tasks, a launcher starts four ranks."""
+    task = Place(rank=0, size=4, local_rank=0, nodes=1).slurm()
+    meetings = set()
+    for rank in range(4):
+        env = {**task, **getattr(Place(rank, 4, rank, 4), launcher)()}
+        ddp = detect_launcher(env)
+        assert (ddp.rank, ddp.world_size, ddp.slurm_step) == (rank, 4, "")
+        meetings.add((ddp_setup._place_of_rank_0(ddp, env), ddp_setup._launch_name(ddp, env)))
+    assert len(meetings) == 1
 
 
 def test_a_slurm_step_is_on_one_host_if_it_says_that_it_has_one_node():
@@ -213,6 +227,17 @@ def test_first_host_of_a_slurm_list():
     for text, host in (("n1,n2", "n1"), ("a[003-5,9]-ib,b3", "a003-ib"),
                        ("r[07-10]n[1-4]", "r07n1"), ("x-1-[12,14-16]", "x-1-12")):
         assert ddp_setup._first_host(text) == host
+
+
+def test_the_hosts_of_a_job_count_where_those_of_the_step_are_not_told():
+    env = {**without(FIFTH.slurm(), "SLURM_STEP_NODELIST"), "SLURM_JOB_NODELIST": "n[01-03,7]"}
+    assert ddp_setup._place_of_rank_0(detect_launcher(env), env).host == "n01"
+
+
+def test_a_step_that_tells_no_hosts_is_refused():
+    env = without(FIFTH.slurm(), "SLURM_STEP_NODELIST")
+    with pytest.raises(SetupError, match="nothing tells them where rank 0 is"):
+        ddp_setup._place_of_rank_0(detect_launcher(env), env)
 
 
 def test_ranks_on_one_host_ask_no_name_service(monkeypatch):
@@ -549,6 +574,14 @@ def test_another_number_of_ranks_than_asked_for_is_refused(no_launcher, monkeypa
         monkeypatch.setenv(name, value)
     with pytest.raises(SetupError, match="DDP_WORLD_SIZE asks for 4 rank.*but 8 were started"):
         setup_ddp()
+
+
+def test_one_process_says_what_is_wrong_whatever_local_rank_is_left_over(no_launcher, monkeypatch):
+    """Of several ranks on a host only the first one does."""
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(ddp_setup, "_leave_silently", lambda code: pytest.fail("it said nothing"))
+    with pytest.raises(SetupError, match="ipex is 'yes'"):
+        setup_ddp(ipex="yes")
 
 
 def test_one_process_wraps_no_model(plain_process):

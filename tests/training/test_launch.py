@@ -1,5 +1,7 @@
 """Ranks that a script starts here: do they have their place, and end as they should?"""
 
+import contextlib
+import os
 import signal
 import socket
 
@@ -211,6 +213,21 @@ def test_a_number_of_ranks_that_differs_from_the_environments_is_refused(monkeyp
 def test_a_number_of_ranks_that_no_host_starts_is_refused(ranks):
     with pytest.raises(ValueError, match=f"found --nproc_per_node {ranks}; expected"):
         launch.check_launcher_options({"nproc_per_node": ranks})
+
+
+STEP = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_LOCALID": "0", "SLURM_PTY_PORT": "4711"}
+
+
+@pytest.mark.parametrize("has_terminal", [True, False])
+def test_in_a_step_of_several_tasks_only_a_persons_shell_may_start_ranks(has_terminal, monkeypatch):
+    """As of `srun -n 2 --pty bash`: the other task has ended. Jobs inherit its variables."""
+    for name, value in STEP.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "isatty", lambda descriptor: has_terminal)
+    refusal = pytest.raises(ValueError, match="Slurm step has started 2 already")
+    with contextlib.nullcontext() if has_terminal else refusal:
+        launch.check_launcher_options({"nproc_per_node": 2})
 
 
 FAILS = """
