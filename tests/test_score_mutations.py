@@ -395,7 +395,7 @@ def test_measured_stability_is_ranked_as_by_the_published_scores(shared, weights
     plain = correlate_proteins(proteins, scores, lower_is_better=True)
     scores = score_proteins(model, complexes, changes, Scoring(n_orders=1), correction=model)
     corrected = correlate_proteins(proteins, scores, lower_is_better=True)
-    assert len(skipped) == 4 and plain.n_proteins == 132
+    assert len(skipped.variants) == 4 and plain.n_proteins == 132
     assert plain.overall.value == pytest.approx(0.529, abs=0.005)
     assert plain.mean.value == pytest.approx(0.481, abs=0.01)
     assert corrected.overall.value == pytest.approx(0.582, abs=0.002)
