@@ -52,6 +52,12 @@ def test_a_variant_that_does_not_fit_is_left_out_with_its_reason(small):
         "line 7: L6BA: in chain A of small.pdb there is no residue 6B (there is 6)"]
 
 
+def test_an_insertion_code_is_found_in_the_other_case(small):
+    path = write(small, "L5aW\n", "list.txt")
+    (protein,), _ = place_all(read_mutations(path), small / "small.pdb", chain="A")
+    assert protein.changes == [[(5, 18)]]
+
+
 def test_of_a_number_that_has_insertion_codes_only_they_are_named(small):
     (small / "small.pdb").write_text((small / "small.pdb").read_text().replace("   5 ", "   7 "))
     path = write(small, "M1A\nV5W\n", "list.txt")
