@@ -249,7 +249,7 @@ def pairs_of_mutations(args):
             entries = [without_structure(entry, wild_type) for entry in entries]
         found.append((place, entries, [pair.difference for pair in pairs]))
     notes = describe_wild_type(args, rules, wild_type_is)
-    notes += describe_duplicates(values, "variants", "the mean counts")
+    notes += describe_duplicates(values, "variants", "their means count")
     return found, len(values), held_out, notes
 
 
@@ -378,7 +378,7 @@ def make_all(args):
         return pairs_of_mutations(args)
     designs, n_unscored = read_designs(args.table, args.score)
     values = [each for scores in designs.values() for each in scores.values()]
-    notes = describe_duplicates(values, "designs", "the mean counts")
+    notes = describe_duplicates(values, "designs", "their means count")
     if n_unscored:
         notes.append(f"{n_unscored:,} design(s) without a score in {args.score} are left out")
     return pairs_of_designs(designs, args), len(values), [], notes

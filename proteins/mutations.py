@@ -372,9 +372,8 @@ def describe_skipped(table: MutationTable, skipped: Skipped) -> str:
     n = len(skipped.variants)
     if not n:
         return ""
-    what = "sequence" if table.has_sequences else "structure"
-    lines = [f"{table.path}: {n:,} of {len(table.variants):,} variants do not fit their {what} and "
-             "are left out:", *skipped.variants[:MAX_LISTED]]
+    lines = [f"{table.path}: {n:,} of {len(table.variants):,} variants do not fit their protein "
+             "and are left out:", *skipped.variants[:MAX_LISTED]]
     if n > MAX_LISTED:
         lines.append(f"and {n - MAX_LISTED:,} more")
     lines += skipped.notes[:MAX_LISTED]
@@ -520,8 +519,7 @@ def what_fits(table, placements):
         if note:
             skipped.notes.append(f"{placement.where}: {note}")
     if not proteins:
-        what = "sequence" if table.has_sequences else "structure"
-        raise ValueError(f"{table.path}: no variant fits its {what}. Found {skipped.variants[0]}.")
+        raise ValueError(f"{table.path}: no variant fits its protein. Found {skipped.variants[0]}.")
     return proteins, skipped
 
 

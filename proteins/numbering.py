@@ -62,14 +62,14 @@ def describe_misnumbered(chains: list[NamedSites], example: str = "") -> str:
     Args:
         chains:  that share one mistake, if there is one.
         example: text on a variant that does not fit.
-    Returns: "" if the variants that fit may be taken: at least half of them fit, or most are not in
-        the file and more fit than contradict; or if there are fewer than FEWEST.
+    Returns: "" if the variants that fit may be taken: if they are more than those that contradict,
+        or as many (such as none) and no other numbering explains more; or of fewer than FEWEST.
     """
     verdicts = Counter(agrees(sites, named.structure.chains[named.chain])
                        for named in chains for sites in named.variants)
     n = verdicts.total()
     n_fit = verdicts[True]
-    if n < FEWEST or 2 * n_fit >= n or n_fit > verdicts[False]:
+    if n < FEWEST or n_fit > verdicts[False]:
         return ""
     found = f"{n - n_fit:,} of {n:,} variants do not fit, such as {example}; expected most to fit."
     better = find_numbering(chains)

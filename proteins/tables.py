@@ -3,7 +3,7 @@
     rows = read_rows("designs.csv", required=("pdb", "score"), optional=("context",))
     cells = check_cells(row)                # of each row; ValueError: what is wrong in it
     refuse_all(path, problems)              # ["line 3: found ..."]: raises, unless there are none
-    lines += describe_duplicates([[1.5], [2, 2.5]], "designs", "the mean counts")   # "3 rows are 2"
+    lines += describe_duplicates([[1.5], [2, 2.5]], "designs", "means count")   # "3 rows are 2"
 """
 import collections
 import csv
@@ -103,8 +103,8 @@ def describe_duplicates(values: Iterable[list[float]], things: str, what_counts:
     if n_rows == len(values):
         return []
     largest = max(max(each) - min(each) for each in values)
-    return [f"{n_rows:,} rows are {len(values):,} {things}, of which {what_counts}; values of one "
-            f"differ by up to {largest:.6g}"]
+    return [f"{n_rows:,} rows are {len(values):,} {things} ({what_counts}); those of one differ by "
+            f"up to {largest:.6g}"]
 
 
 # ---- JSON ----

@@ -157,7 +157,7 @@ def test_the_correlation_with_a_measured_column_is_printed(options, sign, score)
 
 def test_rows_of_one_variant_are_told(score):
     _, err = score("mutation,ddg\nK11W,1\nA13G,2\nK11W,4\n", "one.pdb", "--measured", "ddg")
-    assert "3 rows are 2 variants, of which each row counts; values of one differ by up to 3" in err
+    assert "3 rows are 2 variants (each row counts); those of one differ by up to 3" in err
 
 
 # ---- SEDD ----
@@ -312,7 +312,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(text, options, said
     (TABLE.replace("-0.5", ""), "--measured note", "found 'a' as note; expected a number"),
     (TABLE + "M" * 41 + ",M1A,1,g\n", "",
      "has 41 residues, but the model was trained on at most 40"),
-    ("sequence,mutation\nMKT,A1W\n", "", "no variant fits its sequence"),
+    ("sequence,mutation\nMKT,A1W\n", "", "no variant fits its protein"),
     ("M0A\nK1A\nT2A\nA3G\n", "wild.fasta", "w one: 4 of 4 variants do not fit"),
     ("sequence,mutation,ddg\n" + "MKT,M1W,1\n" * 3, "--measured ddg",
      "found 1 as ddg of all 3 variants; expected different values"),

@@ -217,7 +217,7 @@ def test_mutations_of_a_structure_of_ca_atoms_become_pairs_for_a_ca_only_model(s
 @pytest.mark.parametrize("text, options, said", [
     (DDG + "small.pdb,A,M1A,1\n", ["--score", "ddg"], "expected --higher_is_better or "),
     ("mutation,score\nM1A,1\n", ["--lower_is_better"], "has no column pdb_file"),
-    (DDG + "small.pdb,A,A1M,1\n", MEASURED, "no variant fits its structure"),
+    (DDG + "small.pdb,A,A1M,1\n", MEASURED, "no variant fits its protein"),
     (DDG + "small.pdb,A,M1A,0\n", MEASURED, "no two sequences of a structure differ"),
     (DDG + "small.pdb,A,M1A,x\n", MEASURED, "line 2: found 'x' as ddg"),
     (DDG + "small.pdb,A,M1A,1\n", [*MEASURED, "--rounds", "-1"], "found --rounds -1"),
@@ -235,7 +235,7 @@ TWICE = "small.pdb,A,M1A,{}\nsmall.pdb,A,K2R,3\nsmall.pdb,A,M1A,{}\n"
 def test_a_line_tells_of_duplicates_and_how_far_they_differ(small, capsys):
     (small / "m.csv").write_text(DDG + TWICE.format(2, -1.5))
     assert main([str(small / "m.csv"), str(small / "p.json"), *MEASURED]) == 0
-    assert ("3 rows are 2 variants, of which the mean counts; values of one differ by up to 3.5"
+    assert ("3 rows are 2 variants (their means count); those of one differ by up to 3.5"
             in capsys.readouterr().out.splitlines())
 
 

@@ -121,7 +121,7 @@ def test_measured_values_need_their_column(text, said, tmp_path):
     ("small.pdb,D,M1A,", "found chain D; expected a protein chain of"),
     ("small.pdb,,M1A,", "has the protein chains A B; expected one"),
     ("small.pdb,A,M1A,A", "found the chains A A of"),
-    ("small.pdb,A,M9A,", "no variant fits its structure. Found line 2: M9A"),
+    ("small.pdb,A,M9A,", "no variant fits its protein. Found line 2: M9A"),
     ("list.txt,A,M1A,", "is not a file with a name in")])
 def test_what_a_structure_lacks_is_named(row, said, small):
     write(small, "M1A\n", "list.txt")

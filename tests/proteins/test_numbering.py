@@ -84,7 +84,9 @@ def test_an_insertion_code_stays_where_numbers_are_shifted():
 
 def test_several_mutations_fit_together():
     triples = [sum(three, ()) for three in zip(*[iter(sites_of(TEXT[1:], numbered(1)))] * 3)]
-    assert "26 of 26 variants do not fit" in describe_misnumbered([named(triples)])
+    triples[5] = (*triples[5][:2], ("W", "1"))
+    text = describe_misnumbered([named(triples)])
+    assert "26 of 26 variants do not fit" in text and "every number 1 larger, 25 do" in text
 
 
 @pytest.mark.parametrize("n_right, is_told", [(5, True), (39, True), (40, False), (70, False)])
@@ -92,6 +94,12 @@ def test_less_than_half_that_fit_are_not_taken(n_right, is_told):
     wrong = "".join("W" if letter == "C" else "C" for letter in TEXT[n_right:])
     variants = sites_of(TEXT[:n_right] + wrong, numbered(1))
     assert bool(describe_misnumbered([named(variants)])) == is_told
+
+
+def test_a_numbering_that_explains_fewer_lines_than_fit_is_not_named():
+    wrong = "".join("W" if letter == "C" else "C" for letter in TEXT[50:])
+    variants = sites_of(TEXT[:30] + TEXT[31:51] + wrong, numbered(1))
+    assert "1 larger" not in describe_misnumbered([named(variants)])
 
 
 @pytest.mark.parametrize("n_right, n_wrong, is_told", [
@@ -135,6 +143,12 @@ def test_a_wrong_line_is_not_explained():
     assert describe_misfits(named([((TEXT[30], "30"),)])) == ""
 
 
+def test_a_residue_of_another_insertion_code_explains_nothing():
+    codes = tuple(f"52{code}" for code in "ABCDEFGHIJ")
+    chain = chain_of(TEXT[:10], codes)
+    assert describe_misfits(named(sites_of(TEXT, codes[1:]), A=chain)) == ""
+
+
 # ---- tables ----
 
 NAME_OF = dict(zip(AMINO_ACIDS, NAMES))
@@ -163,11 +177,23 @@ def test_the_protein_of_a_table_that_is_shifted_is_named(tmp_path):
 
 def test_lines_of_one_chain_are_judged_together_whatever_their_context(tmp_path):
     write_structure(tmp_path, "one.pdb", TEXT)
-    text = mutations_of(TEXT[1:5], 1)
-    path = write(tmp_path, "pdb_file,chain,context,mutation\n" + "".join(
-        f"one.pdb,{chain},,{mutation}\n" for chain, mutation in zip(["A", "", "A", ""], text)),
-                 "t.csv")
-    assert "4 of 4 variants" in refusal(path, lambda path: place_all(read_mutations(path)))
+    write_structure(tmp_path, "two.pdb", TEXT)
+    lines = ["pdb_file,chain,mutation"]
+    lines += [f"one.pdb,{chain},{mutation}" for chain, mutation in
+              zip(["A", "", "A", ""], mutations_of(TEXT[1:5], 1))]
+    lines += [f"two.pdb,A,{mutation}" for mutation in mutations_of(TEXT, 1)]
+    path = write(tmp_path, "\n".join(lines), "t.csv")
+    message = refusal(path, lambda path: place_all(read_mutations(path)))
+    assert "chain A of one.pdb: 4 of 4 variants" in message
+
+
+def test_proteins_of_one_line_are_refused_together(tmp_path):
+    lines = ["sequence,mutation"]
+    lines += [f"{TEXT[3 * k:]},{TEXT[3 * k + 9]}9{'W' if TEXT[3 * k + 9] != 'W' else 'C'}"
+              for k in range(20)]
+    path = write(tmp_path, "\n".join(lines), "t.csv")
+    message = refusal(path, lambda path: place_on_sequences(read_mutations(path)))
+    assert "t.csv, all proteins together: " in message
 
 
 @pytest.mark.parametrize("of_table, of_file, said", [
