@@ -145,8 +145,10 @@ def find_numbering(chains: list[NamedSites]) -> Numbering | None:
 
 
 def log_chance_to_fit(n_fitting, n):
-    """An upper bound of ln P(at least n_fitting of n sites fit by chance)."""
-    return math.log(math.comb(n, n_fitting)) + n_fitting * math.log(SHARE)
+    """An upper bound of ln P(at least n_fitting of n sites fit by chance): how many choices of so
+    many sites there are, times the probability that all of a choice fit."""
+    ln_choices = math.lgamma(n + 1) - math.lgamma(n_fitting + 1) - math.lgamma(n - n_fitting + 1)
+    return ln_choices + n_fitting * math.log(SHARE)
 
 
 def shifts_of(sites, kind, chain) -> Iterator[int]:

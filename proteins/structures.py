@@ -176,8 +176,9 @@ def parse_positions(text: str, structure: Structure,
 
     Args:
         text:   positions separated by blanks or commas. "A12" is residue 12 of chain A by its
-                number in the file, "A12B" has insertion code B, "A10-A20" is a range with both
-                ends. Or all are 0-based numbers in the joined sequence, such as "12" and "10-20".
+                number in the file, "A12B" or "A12b" has insertion code B, "A10-A20" is a range with
+                both ends. Or all are 0-based numbers in the joined sequence, such as "12" and
+                "10-20".
         structure: Structure.
         chains: names of the chains whose rows are joined, in this order.
     Returns: sorted int64 positions, 0-based in the joined sequence, and a text that says how they
