@@ -18,7 +18,7 @@ whose score is empty are left out.
 A pair is two sequences of the same structure and chains whose scores differ by at least --margin.
 The best is paired with the worst, the second best with the second worst, and so on, at most
 --per_structure pairs; no sequence is used twice. Duplicates of a sequence count once, with their
-mean score.
+mean score; a line says how many there are, and how far they differ.
 
 Mutations: a column mutation, such as A12V or A12V:G45D, and pdb_file, perhaps chain and context
 (see proteins/mutations.py); give --higher_is_better or --lower_is_better. Pairs of a structure are
@@ -27,8 +27,9 @@ another: in each of --rounds rounds (2) all are shuffled, and neighbours paired.
 or mutants makes one of the two kinds. A wild type that is worse than nearly all variants is refused
 unless --wild_type says so: fitness often gives it 1. Of pairs that differ by at least --margin the
 --per_structure with the largest differences are kept. Only the positions at which the two differ
-are mutable_positions. Duplicates count once, with their mean. Lines without a score are left out;
-so are those that do not fit the structure, which are named. --hold_out 0.2 leaves out all mutations
+are mutable_positions. Duplicates count once, as those of designs. Lines without a score are left
+out; so are those that do not fit the structure, which are named; if most do not, nothing is
+written. --hold_out 0.2 leaves out all mutations
 of about a fifth of the proteins, chosen by a hash of the mutated chain's sequence, and writes them
 to a table beside the pairs (pairs.json: pairs_held_out.csv), with which score_mutations.py
 --mutations measures what training has gained on proteins that it did not see. Those
@@ -58,10 +59,10 @@ from typing import NamedTuple
 from dpo.mutation_pairs import AGAINST, WILD_TYPE, Rules, mutated, pair_mutations
 from dpo.pair_files import LEAST_WEIGHT
 from proteins.letters import LETTERS
-from proteins.mutations import (describe_skipped, find_relatives, hold_out_proteins, place_all,
-                                place_on_sequences, read_mutations)
-from proteins.tables import (MAX_LISTED, check_cells, read_rows, read_table_text, refuse_all,
-                             table_columns)
+from proteins.mutations import (describe_skipped, find_relatives, hold_out_proteins,
+                                measured_values, place_all, place_on_sequences, read_mutations)
+from proteins.tables import (MAX_LISTED, check_cells, describe_duplicates, read_rows,
+                             read_table_text, refuse_all, table_columns)
 from training.files import check_output, write_text_atomic
 from training.parser import Parser
 
@@ -225,15 +226,16 @@ def pairs_of_mutations(args):
             rules = rules._replace(**{name: getattr(args, name)})
     found = []
     counts = collections.Counter()
-    n_variants = 0
+    values = []             # measured, of each variant
     wild_type_is = collections.Counter()    # better or worse than the other of its pair
     for protein in proteins:
         path = Path(protein.structure.name)
         if not table.has_sequences:
             path = absolute(path)
         place = Place(path, protein.complex.design, protein.complex.fixed)
-        means = mean_values(protein)
-        n_variants += len(means)
+        measured = measured_values(protein)
+        values += measured.values()
+        means = {variant: statistics.fmean(each) for variant, each in measured.items()}
         pairs = pair_mutations(means, rules, protein.complex.key)
         wild_type_is["better"] += sum(pair.better == WILD_TYPE for pair in pairs)
         wild_type_is["worse"] += sum(pair.worse == WILD_TYPE for pair in pairs)
@@ -247,7 +249,8 @@ def pairs_of_mutations(args):
             entries = [without_structure(entry, wild_type) for entry in entries]
         found.append((place, entries, [pair.difference for pair in pairs]))
     notes = describe_wild_type(args, rules, wild_type_is)
-    return found, n_variants, held_out, notes
+    notes += describe_duplicates(values, "variants", "their means count")
+    return found, len(values), held_out, notes
 
 
 def describe_wild_type(args, rules, wild_type_is):
@@ -281,7 +284,7 @@ def proteins_of(table, args):
     else:
         raise ValueError(f"{args.table} has no column pdb_file; expected the structure of each "
                          "mutation there, or the wild type's sequence in a column sequence.")
-    if skipped:
+    if skipped.variants:
         print(describe_skipped(table, skipped), file=sys.stderr)
     return proteins
 
@@ -297,15 +300,6 @@ def warn_of_relatives(held_out, proteins):
     print(f"ATTENTION: {len(relatives):,} of {len(held_out):,} proteins held out have a relative "
           f"(in brackets) in the pairs, so they are no strangers to what is trained: {listed}",
           file=sys.stderr)
-
-
-def mean_values(protein):
-    """{variant: mean of its measured values} of a protein."""
-    values = collections.defaultdict(list)
-    for variant, changes in zip(protein.variants, protein.changes):
-        if math.isfinite(variant.measured):
-            values[tuple(sorted(changes))].append(variant.measured)
-    return {variant: statistics.fmean(each) for variant, each in values.items()}
 
 
 def entry_of_mutations(S, pair):
@@ -340,10 +334,10 @@ def table_of(proteins, folder):
     return text.getvalue()
 
 
-def make_entries(found, args):
+def make_entries(found, args, notes):
     """Entries of the file of pairs, and {structure: number of its pairs}. ValueError for none.
 
-    found: of pairs_of_designs."""
+    found: of pairs_of_designs. notes: lines on the table, for the message."""
     entries = []
     differences = []
     counts = collections.Counter()
@@ -363,8 +357,9 @@ def make_entries(found, args):
         if args.margin:
             by = f" by {args.margin:g} or more"
             advice = " Lower --margin."
-        raise ValueError(f"{args.table}: no two sequences of a structure differ in their scores"
-                         f"{by}; expected at least one such pair.{advice}")
+        message = (f"{args.table}: no two sequences of a structure differ in their scores{by}; "
+                   f"expected at least one such pair.{advice}")
+        raise ValueError("\n  ".join([message, *notes]))
     if args.weights:
         mean = statistics.fmean(differences)
         for entry, difference in zip(entries, differences):
@@ -382,11 +377,11 @@ def make_all(args):
     if has_mutations:
         return pairs_of_mutations(args)
     designs, n_unscored = read_designs(args.table, args.score)
-    n_sequences = sum(len(scores) for scores in designs.values())
-    notes = []
+    values = [each for scores in designs.values() for each in scores.values()]
+    notes = describe_duplicates(values, "designs", "their means count")
     if n_unscored:
         notes.append(f"{n_unscored:,} design(s) without a score in {args.score} are left out")
-    return pairs_of_designs(designs, args), n_sequences, [], notes
+    return pairs_of_designs(designs, args), len(values), [], notes
 
 
 def check_kind_of_table(args, has_mutations):
@@ -463,7 +458,7 @@ def main(argv):
         check_options(args)
         found, n_sequences, held_out, notes = make_all(args)
         check_outputs(args, [place.structure for place, _, _ in found])
-        entries, counts = make_entries(found, args)
+        entries, counts = make_entries(found, args, notes)
         if args.pairs.suffix.lower() == ".jsonl":
             text = "\n".join(json.dumps(entry) for entry in entries)
         else:

@@ -11,10 +11,11 @@
 A score is ln p(mutant letters) - ln p(wild-type letters) at the mutated residues, given the rest,
 in nats: below 0 if the model prefers the wild type. docs/data.md defines it for both models, and
 has the columns of a table. The result is a CSV table of the same columns and `score`. Lines that do
-not fit their protein are named and left out. --measured COLUMN prints Spearman's rank correlation
-with that column, over all mutations (whole proteins drawn anew for its 95 % interval) and per
-protein with at least ten. Which model the weights are of is told from their file. The result is
-written whole or not at all; wrong input ends with one message and exit code 2.
+not fit their protein are named and left out; if most do not, nothing is scored. --measured COLUMN
+prints Spearman's rank correlation with that column, over all mutations (whole proteins drawn anew
+for its 95 % interval) and per protein with at least ten. Which model the weights are of is told
+from their file. The result is written whole or not at all; wrong input ends with one message and
+exit code 2.
 """
 if __name__ == "__main__":   # runs this command again in a child, the rank; this process guards it
     import ddp_guard
@@ -35,15 +36,15 @@ from mpnn.published import find_weights
 from mpnn.variants import Scoring
 from mpnn.variants import score_proteins as score_with_proteinmpnn
 from mpnn.weights import load_proteinmpnn
-from proteins.mutations import (describe_skipped, place_all, place_on_sequences, read_mutations,
-                                scan_sequence, scan_structure)
+from proteins.mutations import (describe_skipped, measured_values, place_all, place_on_sequences,
+                                read_mutations, scan_sequence, scan_structure)
 from proteins.pictures import draw_measured, draw_scan
 from proteins.scores import (check_measured, check_no_score, correlate_proteins, report_text,
                              table_text)
 from proteins.seeds import content_key
 from proteins.sequences import named_sequences
 from proteins.structures import FORMATS
-from proteins.tables import MAX_LISTED, refuse_all
+from proteins.tables import MAX_LISTED, describe_duplicates, refuse_all
 from sedd.variants import mask_of
 from sedd.variants import score_proteins as score_with_sedd
 from sedd.weights import load_sedd
@@ -205,7 +206,7 @@ def read_table(args, scorer, ddp):
                                       see_all=not scorer.is_sedd, ca_only=scorer.ca_only)
     if args.measured:
         check_measured(proteins, args.measured)
-    if skipped:
+    if skipped.variants:
         print0(ddp, describe_skipped(table, skipped), file=sys.stderr)
     return proteins
 
@@ -395,6 +396,8 @@ def describe_result(args, proteins, scores):
     if args.measured:
         report = correlate_proteins(proteins, scores, args.lower_is_better, args.seed)
         lines.append(report_text(report, args.measured, args.lower_is_better))
+        values = [each for protein in proteins for each in measured_values(protein).values()]
+        lines += describe_duplicates(values, "variants", "each row counts")
     if args.picture:
         if args.scan:
             draw_scan(proteins, scores, args.picture)

@@ -25,7 +25,9 @@ from typing import NamedTuple
 import numpy as np
 
 from proteins.letters import AMINO_ACIDS, LETTERS, decode, encode
-from proteins.structures import Chain, Complex, Structure, parse_positions, read_structure
+from proteins.numbering import NamedSites, describe_misfits, describe_misnumbered
+from proteins.structures import (Chain, Complex, Structure, numbers_near, parse_positions,
+                                 read_structure)
 from proteins.tables import (MAX_LISTED, check_cells, read_rows, read_table_text, refuse_all,
                              table_columns)
 
@@ -99,6 +101,20 @@ class Protein(NamedTuple):
         return decode(self.structure.chains[self.chain].S)
 
 
+class Placement(NamedTuple):
+    """Variants of a table on a protein, which has those that fit."""
+    protein: Protein
+    where: str                          # text that names the chain or sequence
+    variants: list[Variant]             # all of them
+    misfits: list[tuple[Variant, str]]  # and why it does not fit
+
+
+class Skipped(NamedTuple):
+    """Texts on variants that are left out because they do not fit."""
+    variants: list[str]                 # one of each
+    notes: list[str]                    # one of each chain that another numbering may explain
+
+
 def read_mutations(path: str | Path, measured: str | None = None) -> MutationTable:
     """Read a list or table of variants.
 
@@ -126,7 +142,7 @@ def read_mutations(path: str | Path, measured: str | None = None) -> MutationTab
 
 def place_all(table: MutationTable, structure: str | Path | None = None, chain: str | None = None,
               fixed: list[str] | None = None, see_all: bool = True,
-              ca_only: bool = False) -> tuple[list[Protein], list]:
+              ca_only: bool = False) -> tuple[list[Protein], Skipped]:
     """Group the variants by structure, chain and context, and find their residues.
 
     Args:
@@ -135,9 +151,10 @@ def place_all(table: MutationTable, structure: str | Path | None = None, chain: 
         fixed:     names of the context chains, for lines that give none.
         see_all:   if neither says which: take all other protein chains as context, or none.
         ca_only:   read structures for a CA-only model.
-    Returns: proteins in the order of the table; texts that name the variants that do not fit their
+    Returns: proteins in the order of the table; texts on the variants that do not fit their
         structure, which are left out.
-    Raises: ValueError for structures that cannot be read, absent chains, and if none is left.
+    Raises: ValueError for structures that cannot be read, absent chains, if none is left, and where
+        so few fit that the numbers are hardly those of the structure, see describe_misnumbered.
     """
     groups = {}
     for variant in table.variants:
@@ -152,8 +169,7 @@ def place_all(table: MutationTable, structure: str | Path | None = None, chain: 
         key = (path, name, None if context is None else tuple(context))
         groups.setdefault(key, []).append(variant)
     structures = {}
-    proteins = []
-    skipped = []
+    placements = []
     problems = []
     for (path, name, context), variants in groups.items():
         try:
@@ -169,15 +185,14 @@ def place_all(table: MutationTable, structure: str | Path | None = None, chain: 
             continue
         shown = variants[0].cells.get("pdb_file", str(path))
         protein = Protein(shown, structures[path], complex, [], [])
-        place(protein, variants, f"chain {protein.chain} of {shown}", skipped)
-        if protein.variants:
-            proteins.append(protein)
-    check_placed(table, proteins, skipped, problems, "structure")
-    return proteins, skipped
+        placements.append(place(protein, variants, f"chain {protein.chain} of {shown}"))
+    refuse_all(table.path, problems)
+    return what_fits(table, placements)
 
 
 def place_on_sequences(table: MutationTable,
-                       wild_type: tuple[str, str] | None = None) -> tuple[list[Protein], list]:
+                       wild_type: tuple[str, str] | None = None
+                       ) -> tuple[list[Protein], Skipped]:
     """As place_all, of a table whose column `sequence` has the wild type of each mutation. Its
     residues are numbered from 1. There is no structure: all coordinates are 0.
 
@@ -186,8 +201,7 @@ def place_on_sequences(table: MutationTable,
     for variant in table.variants:
         text = wild_type[1] if wild_type else variant.cells["sequence"].upper()
         groups.setdefault(text, []).append(variant)
-    proteins = []
-    skipped = []
+    placements = []
     problems = []
     for number, (text, variants) in enumerate(groups.items(), 1):
         beginning = text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
@@ -197,11 +211,9 @@ def place_on_sequences(table: MutationTable,
         except ValueError as error:
             problems.append(f"line {variants[0].line}: {error}")
             continue
-        place(protein, variants, name, skipped)
-        if protein.variants:
-            proteins.append(protein)
-    check_placed(table, proteins, skipped, problems, "sequence")
-    return proteins, skipped
+        placements.append(place(protein, variants, name))
+    refuse_all(table.path, problems)
+    return what_fits(table, placements)
 
 
 def scan_structure(path: str | Path, chains: list[str] | None = None,  # noqa: PLR0913
@@ -287,13 +299,6 @@ def protein_of_sequence(name, text):
     return Protein(name, structure, Complex(structure, ["A"]), [], [])
 
 
-def check_placed(table, proteins, skipped, problems, where):
-    """ValueError for problems of a table, or if no variant fits. where: what variants are of."""
-    refuse_all(table.path, problems)
-    if not proteins:
-        raise ValueError(f"{table.path}: no variant fits its {where}. Found {skipped[0]}.")
-
-
 def hold_out_proteins(proteins: list[Protein],
                       fraction: float) -> tuple[list[Protein], list[Protein]]:
     """Hold out some proteins, by a hash of the mutated chain's sequence.
@@ -353,15 +358,25 @@ def words_of(protein):
     return {word for word in words if "X" not in word}
 
 
-def describe_skipped(table: MutationTable, skipped: list[str]) -> str:
+def measured_values(protein: Protein) -> dict[tuple, list[float]]:
+    """{variant: the values that were measured}; a variant is its changes, sorted."""
+    values = {}
+    for variant, changes in zip(protein.variants, protein.changes):
+        if math.isfinite(variant.measured):
+            values.setdefault(tuple(sorted(changes)), []).append(variant.measured)
+    return values
+
+
+def describe_skipped(table: MutationTable, skipped: Skipped) -> str:
     """A text on the variants that place_all has left out; "" if there are none."""
-    if not skipped:
+    n = len(skipped.variants)
+    if not n:
         return ""
-    what = "sequence" if table.has_sequences else "structure"
-    lines = [f"{table.path}: {len(skipped):,} of {len(table.variants):,} variants do not fit their "
-             f"{what} and are left out:", *skipped[:MAX_LISTED]]
-    if len(skipped) > MAX_LISTED:
-        lines.append(f"and {len(skipped) - MAX_LISTED:,} more")
+    lines = [f"{table.path}: {n:,} of {len(table.variants):,} variants do not fit their protein "
+             "and are left out:", *skipped.variants[:MAX_LISTED]]
+    if n > MAX_LISTED:
+        lines.append(f"and {n - MAX_LISTED:,} more")
+    lines += skipped.notes[:MAX_LISTED]
     return "\n  ".join(lines)
 
 
@@ -369,12 +384,11 @@ def find_residues(mutations: tuple[Mutation, ...], chain: Chain) -> list[tuple[i
     """[(row of the chain, letter 0 to 19)] of mutations. ValueError for those that do not fit."""
     changes = []
     for mutation in mutations:
-        if mutation.number not in chain.numbers:
-            digits = mutation.number.rstrip("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
-            near = [number for number in chain.numbers if number and number[:-1] == digits]
+        row = chain.row_of(mutation.number)
+        if row is None:
+            near = numbers_near(mutation.number, chain.numbers)
             hint = f" (there is {', '.join(near)})" if near else ""
             raise ValueError(f"there is no residue {mutation.number}{hint}")
-        row = chain.numbers.index(mutation.number)
         found = LETTERS[chain.S[row]]
         if found != mutation.wild_type:
             raise ValueError(f"residue {mutation.number} is {found}")
@@ -475,17 +489,80 @@ def choose_complex(structure, names, context):
     return Complex(structure, names, context)
 
 
-def place(protein, variants, where, skipped):
-    """Add the variants that fit to the protein; texts about the others to `skipped`.
-
-    where: text that names what they do not fit."""
+def place(protein, variants, where):
+    """The Placement of variants; those that fit are added to the protein."""
     chain = protein.structure.chains[protein.chain]
+    misfits = []
     for variant in variants:
         try:
             changes = find_residues(variant.mutations, chain)
         except ValueError as error:
-            text = ":".join(map(str, variant.mutations))
-            skipped.append(f"line {variant.line}: {text}: in {where} {error}")
+            misfits.append((variant, str(error)))
             continue
         protein.variants.append(variant)
         protein.changes.append(changes)
+    return Placement(protein, where, variants, misfits)
+
+
+def what_fits(table, placements):
+    """(proteins with the variants that fit, Skipped of those that do not) of a table.
+
+    Raises: ValueError if no variant fits, or too few to take them; see describe_misnumbered."""
+    refuse_misnumbered(table.path, placements)
+    proteins = [placement.protein for placement in placements if placement.protein.variants]
+    skipped = Skipped([], [])
+    for placement in placements:
+        for variant, reason in placement.misfits:
+            skipped.variants.append(f"{name_of(variant)}: in {placement.where} {reason}")
+        misfits = [variant for variant, _ in placement.misfits]
+        note = describe_misfits(named_sites(placement.protein, misfits))
+        if note:
+            skipped.notes.append(f"{placement.where}: {note}")
+    if not proteins:
+        raise ValueError(f"{table.path}: no variant fits its protein. Found {skipped.variants[0]}.")
+    return proteins, skipped
+
+
+def refuse_misnumbered(path, placements):
+    """ValueError that names each chain of which too few variants fit, and all others together,
+    which may have too few variants each to tell."""
+    by_chain = {}       # placements of one chain differ in its context
+    for placement in placements:
+        key = (placement.protein.structure.name, placement.protein.chain)
+        by_chain.setdefault(key, []).append(placement)
+    problems = []
+    others = []
+    sites_of_others = []
+    for of_chain in by_chain.values():
+        variants = [variant for placement in of_chain for variant in placement.variants]
+        sites = named_sites(of_chain[0].protein, variants)
+        text = describe_misnumbered([sites], first_misfit(of_chain))
+        if text:
+            problems.append(f"{of_chain[0].where}: {text}")
+        else:
+            others += of_chain
+            sites_of_others.append(sites)
+    text = describe_misnumbered(sites_of_others, first_misfit(others))
+    if text:
+        problems.append(f"all {'other ' if problems else ''}proteins together: {text}")
+    refuse_all(path, problems, "proteins")
+
+
+def named_sites(protein, variants):
+    """The NamedSites of variants of a protein."""
+    sites = [tuple((mutation.wild_type, mutation.number) for mutation in variant.mutations)
+             for variant in variants]
+    return NamedSites(protein.structure, protein.chain, sites)
+
+
+def first_misfit(placements):
+    """A text on the first variant that does not fit; "" if all do."""
+    for placement in placements:
+        for variant, reason in placement.misfits:
+            return f"{name_of(variant)} ({reason})"
+    return ""
+
+
+def name_of(variant):
+    """A text that names a variant of a table."""
+    return f"line {variant.line}: {':'.join(map(str, variant.mutations))}"

@@ -14,8 +14,10 @@ import gzip
 import itertools
 import re
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from string import ascii_letters
 
 import gemmi
 import numpy as np
@@ -46,6 +48,15 @@ class Chain:
     resolved: np.ndarray        # (L,) bool: all four atoms are there, or CA for a CA-only model
     numbers: tuple              # (L,) residue numbers such as "12" and "12B"; None at gaps
     unknown: tuple = ()         # names of resolved residues that are X
+    label_numbers: tuple = ()   # (L,) label_seq_id of mmCIF as text; None for none, as of PDB
+
+    def row_of(self, number: str) -> int | None:
+        """The row of a residue number, None if it is not there. Antibodies are often written with
+        52a for 52A, so the other case of an insertion code is found where its own is not there."""
+        for spelling in (number, number.swapcase()):
+            if spelling in self.numbers:
+                return self.numbers.index(spelling)
+        return None
 
     @property
     def has_only_ca(self) -> bool:
@@ -165,8 +176,9 @@ def parse_positions(text: str, structure: Structure,
 
     Args:
         text:   positions separated by blanks or commas. "A12" is residue 12 of chain A by its
-                number in the file, "A12B" has insertion code B, "A10-A20" is a range with both
-                ends. Or all are 0-based numbers in the joined sequence, such as "12" and "10-20".
+                number in the file, "A12B" or "A12b" has insertion code B, "A10-A20" is a range with
+                both ends. Or all are 0-based numbers in the joined sequence, such as "12" and
+                "10-20".
         structure: Structure.
         chains: names of the chains whose rows are joined, in this order.
     Returns: sorted int64 positions, 0-based in the joined sequence, and a text that says how they
@@ -181,6 +193,8 @@ def parse_positions(text: str, structure: Structure,
     rows_of = {}                                    # label -> joined rows
     for row, label in enumerate(labels):
         rows_of.setdefault(label, []).append(row)
+    for label in filter(None, labels):              # as Chain.row_of
+        rows_of.setdefault(label[:-1] + label[-1].swapcase(), rows_of[label])
     positions = []
     kinds = set()
     for word in words:
@@ -200,7 +214,10 @@ def parse_positions(text: str, structure: Structure,
         first, last = min(readings, default=(0, -1))
         if len(readings) != 1 or first > last:
             problem = "ambiguous" if len(readings) > 1 else "not there, or reversed"
-            raise ValueError(f"position {word} is {problem}; chains {' '.join(chains)} hold "
+            hint = ""
+            if not readings and numbers_near(word, labels):
+                hint = f" (there is {', '.join(numbers_near(word, labels))})"
+            raise ValueError(f"position {word} is {problem}{hint}; chains {' '.join(chains)} hold "
                              f"{labels[0] or 0} to {labels[-1] or len(labels) - 1}, {len(labels)} "
                              "rows with the gaps")
         positions.extend(range(first, last + 1))
@@ -209,6 +226,12 @@ def parse_positions(text: str, structure: Structure,
                          "12), none of them twice")
     return (np.array(sorted(positions)),
             f"{len(positions)} positions by {kinds.pop()}: {' '.join(words)}")
+
+
+def numbers_near(number: str, numbers: Iterable[str | None]) -> list[str]:
+    """Those of the numbers that differ in the insertion code alone."""
+    digits = number.rstrip(ascii_letters)
+    return [other for other in numbers if other and other.rstrip(ascii_letters) == digits]
 
 
 # ---- the two formats ----
@@ -425,11 +448,14 @@ def _make_chain(name, places, ca_only):
     known = np.isfinite(X)
     labels = tuple(f"{number}{code}" if (number, code) in places else None
                    for number, code in rows)
+    labels_of_mmcif = [places[place][0].label_seq if place in places else None for place in rows]
+    label_numbers = tuple(None if number is None else str(number) for number in labels_of_mmcif)
     needed = known[:, [CA]] if ca_only else known
     resolved = needed.all((1, 2))
     _check_coordinates(name, X[known], X[resolved, CA])
     unknown = sorted({residue_name for row, residue_name in names_of_x.items() if resolved[row]})
-    return Chain(S, np.where(known, X, np.float32(0)), resolved, labels, tuple(unknown))
+    return Chain(S, np.where(known, X, np.float32(0)), resolved, labels, tuple(unknown),
+                 label_numbers)
 
 
 def _check_coordinates(name, numbers, centres):

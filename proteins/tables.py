@@ -3,6 +3,7 @@
     rows = read_rows("designs.csv", required=("pdb", "score"), optional=("context",))
     cells = check_cells(row)                # of each row; ValueError: what is wrong in it
     refuse_all(path, problems)              # ["line 3: found ..."]: raises, unless there are none
+    lines += describe_duplicates([[1.5], [2, 2.5]], "designs", "means count")   # "3 rows are 2"
 """
 import collections
 import csv
@@ -10,7 +11,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,19 @@ def refuse_all(path: str | Path, problems: list[str], things: str = "lines") -> 
     if len(problems) == 1:
         raise ValueError(f"{path}, {problems[0]}")
     refuse(problems, f"{path}: {len(problems):,} {things} cannot be used:", MAX_LISTED)
+
+
+def describe_duplicates(values: Iterable[list[float]], things: str, what_counts: str) -> list[str]:
+    """A line on rows of a table that are of one thing; none if each row is of another.
+
+    values: of the rows of each thing. what_counts: text on what is made of them."""
+    values = list(values)
+    n_rows = sum(map(len, values))
+    if n_rows == len(values):
+        return []
+    largest = max(max(each) - min(each) for each in values)
+    return [f"{n_rows:,} rows are {len(values):,} {things} ({what_counts}); those of one differ by "
+            f"up to {largest:.6g}"]
 
 
 # ---- JSON ----

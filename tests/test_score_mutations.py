@@ -155,6 +155,11 @@ def test_the_correlation_with_a_measured_column_is_printed(options, sign, score)
     assert f"  {bound} [{bound}, {bound}]: one.pdb A, 10 mutations" in err
 
 
+def test_rows_of_one_variant_are_told(score):
+    _, err = score("mutation,ddg\nK11W,1\nA13G,2\nK11W,4\n", "one.pdb", "--measured", "ddg")
+    assert "3 rows are 2 variants (each row counts); those of one differ by up to 3" in err
+
+
 # ---- SEDD ----
 
 TABLE = f"""sequence,mutation,ddg,note
@@ -286,6 +291,7 @@ score_mutations.main()
      "found 1 protein(s) on the command line, and m.csv with a column pdb_file"),
     ("pdb_file,chain,mutation\none.pdb,A,K11W\ntwo.pdb,A,W999A\n", "--out two.pdb",
      "the result would overwrite two.pdb"),      # though no variant of it fits
+    ("M9A\nK10A\nT11A\nA12G\n", "one.pdb", "With every number 1 larger, all do"),
     ("K11W\n", "one.pdb --bfloat16", "found --bfloat16 with weights of ProteinMPNN"),
     ("mutation,ddg\nK11W,1\nK11G,\nK11A,2\n", "one.pdb --measured ddg --out o.csv",
      "found 2 variants with a value in the column ddg"),
@@ -306,7 +312,8 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(text, options, said
     (TABLE.replace("-0.5", ""), "--measured note", "found 'a' as note; expected a number"),
     (TABLE + "M" * 41 + ",M1A,1,g\n", "",
      "has 41 residues, but the model was trained on at most 40"),
-    ("sequence,mutation\nMKT,A1W\n", "", "no variant fits its sequence"),
+    ("sequence,mutation\nMKT,A1W\n", "", "no variant fits its protein"),
+    ("M0A\nK1A\nT2A\nA3G\n", "wild.fasta", "w one: 4 of 4 variants do not fit"),
     ("sequence,mutation,ddg\n" + "MKT,M1W,1\n" * 3, "--measured ddg",
      "found 1 as ddg of all 3 variants; expected different values"),
     (TABLE, "wild.fasta", "found 1 protein(s) on the command line, and m.csv with"),
@@ -395,7 +402,7 @@ def test_measured_stability_is_ranked_as_by_the_published_scores(shared, weights
     plain = correlate_proteins(proteins, scores, lower_is_better=True)
     scores = score_proteins(model, complexes, changes, Scoring(n_orders=1), correction=model)
     corrected = correlate_proteins(proteins, scores, lower_is_better=True)
-    assert len(skipped) == 4 and plain.n_proteins == 132
+    assert len(skipped.variants) == 4 and plain.n_proteins == 132
     assert plain.overall.value == pytest.approx(0.529, abs=0.005)
     assert plain.mean.value == pytest.approx(0.481, abs=0.01)
     assert corrected.overall.value == pytest.approx(0.582, abs=0.002)

@@ -217,7 +217,7 @@ def test_mutations_of_a_structure_of_ca_atoms_become_pairs_for_a_ca_only_model(s
 @pytest.mark.parametrize("text, options, said", [
     (DDG + "small.pdb,A,M1A,1\n", ["--score", "ddg"], "expected --higher_is_better or "),
     ("mutation,score\nM1A,1\n", ["--lower_is_better"], "has no column pdb_file"),
-    (DDG + "small.pdb,A,A1M,1\n", MEASURED, "no variant fits its structure"),
+    (DDG + "small.pdb,A,A1M,1\n", MEASURED, "no variant fits its protein"),
     (DDG + "small.pdb,A,M1A,0\n", MEASURED, "no two sequences of a structure differ"),
     (DDG + "small.pdb,A,M1A,x\n", MEASURED, "line 2: found 'x' as ddg"),
     (DDG + "small.pdb,A,M1A,1\n", [*MEASURED, "--rounds", "-1"], "found --rounds -1"),
@@ -226,6 +226,42 @@ def test_a_wrong_table_of_mutations_is_refused(text, options, said, small, capsy
     (small / "m.csv").write_text(text)
     assert main([str(small / "m.csv"), str(small / "p.json"), *options]) == 2
     assert said in capsys.readouterr().err
+    assert not (small / "p.json").exists()
+
+
+TWICE = "small.pdb,A,M1A,{}\nsmall.pdb,A,K2R,3\nsmall.pdb,A,M1A,{}\n"
+
+
+def test_a_line_tells_of_duplicates_and_how_far_they_differ(small, capsys):
+    (small / "m.csv").write_text(DDG + TWICE.format(2, -1.5))
+    assert main([str(small / "m.csv"), str(small / "p.json"), *MEASURED]) == 0
+    assert ("3 rows are 2 variants (their means count); those of one differ by up to 3.5"
+            in capsys.readouterr().out.splitlines())
+
+
+def test_without_duplicates_there_is_no_line_of_them(small, capsys):
+    (small / "m.csv").write_text(DDG + "small.pdb,A,M1A,1\nsmall.pdb,A,M1C,2\nsmall.pdb,A,M1D,\n"
+                                 "small.pdb,A,M1D,\n")
+    assert main([str(small / "m.csv"), str(small / "p.json"), *MEASURED]) == 0
+    assert "rows are" not in capsys.readouterr().out
+
+
+def test_duplicates_whose_means_make_no_pair_are_told(small, capsys):
+    (small / "m.csv").write_text(DDG + "small.pdb,A,M1A,2\nsmall.pdb,A,M1A,-2\n")
+    assert main([str(small / "m.csv"), str(small / "p.json"), *MEASURED]) == 2
+    assert "2 rows are 1 variants" in capsys.readouterr().err
+
+
+def test_duplicates_of_designs_are_told(tmp_path, capsys):
+    assert run(tmp_path, TABLE + "x.pdb,AAA,1,A\nx.pdb,CCC,2,A\nx.pdb,AAA,1.25,A\n") == 0
+    assert "3 rows are 2 designs" in capsys.readouterr().out
+
+
+def test_mutations_of_which_most_do_not_fit_are_refused(small, capsys):
+    rows = "".join(f"small.pdb,A,{text},1\n" for text in ("M1A", "A2W", "W5A", "L6R"))
+    (small / "m.csv").write_text(DDG + rows)
+    assert main([str(small / "m.csv"), str(small / "p.json"), *MEASURED]) == 2
+    assert "3 of 4 variants do not fit" in capsys.readouterr().err
     assert not (small / "p.json").exists()
 
 

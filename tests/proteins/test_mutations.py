@@ -35,7 +35,7 @@ def test_a_table_keeps_its_other_columns(small, comma):
 def test_residues_are_found_by_their_number_in_the_file(small):
     path = write(small, "M1A:L5AW\nV5W\n", "list.txt")
     (protein,), skipped = place_all(read_mutations(path), small / "small.pdb", chain="A")
-    assert protein.changes == [[(0, 0), (5, 18)], [(4, 18)]] and skipped == []
+    assert protein.changes == [[(0, 0), (5, 18)], [(4, 18)]] and skipped.variants == []
     assert protein.chain == "A" and protein.complex.fixed == ("B",)
 
 
@@ -44,18 +44,24 @@ def test_a_variant_that_does_not_fit_is_left_out_with_its_reason(small):
                                         ("M1A", "A2R", "G4A", "A6G", "K2R:L5A", "L6BA")), "t.csv")
     (protein,), skipped = place_all(read_mutations(path))
     assert [texts(variant) for variant in protein.variants] == [["M1A"]]
-    assert skipped == [
+    assert skipped.variants == [
         "line 3: A2R: in chain A of small.pdb residue 2 is K",
         "line 4: G4A: in chain A of small.pdb there is no residue 4",
         "line 5: A6G: in chain A of small.pdb residue 6 lacks atoms of the backbone",
         "line 6: K2R:L5A: in chain A of small.pdb residue 5 is V",
-        "line 7: L6BA: in chain A of small.pdb there is no residue 6B"]
+        "line 7: L6BA: in chain A of small.pdb there is no residue 6B (there is 6)"]
+
+
+def test_an_insertion_code_is_found_in_the_other_case(small):
+    path = write(small, "L5aW\n", "list.txt")
+    (protein,), _ = place_all(read_mutations(path), small / "small.pdb", chain="A")
+    assert protein.changes == [[(5, 18)]]
 
 
 def test_of_a_number_that_has_insertion_codes_only_they_are_named(small):
     (small / "small.pdb").write_text((small / "small.pdb").read_text().replace("   5 ", "   7 "))
     path = write(small, "M1A\nV5W\n", "list.txt")
-    _, (reason,) = place_all(read_mutations(path), small / "small.pdb", chain="A")
+    _, ((reason,), _) = place_all(read_mutations(path), small / "small.pdb", chain="A")
     assert reason.endswith("there is no residue 5 (there is 5A)")
 
 
@@ -115,7 +121,7 @@ def test_measured_values_need_their_column(text, said, tmp_path):
     ("small.pdb,D,M1A,", "found chain D; expected a protein chain of"),
     ("small.pdb,,M1A,", "has the protein chains A B; expected one"),
     ("small.pdb,A,M1A,A", "found the chains A A of"),
-    ("small.pdb,A,M9A,", "no variant fits its structure. Found line 2: M9A"),
+    ("small.pdb,A,M9A,", "no variant fits its protein. Found line 2: M9A"),
     ("list.txt,A,M1A,", "is not a file with a name in")])
 def test_what_a_structure_lacks_is_named(row, said, small):
     write(small, "M1A\n", "list.txt")

@@ -260,6 +260,27 @@ def test_a_position_that_two_readings_fit_is_refused(tmp_path):
     assert parse_positions("112 113", structure, ["1"])[0].tolist() == [10, 11]
 
 
+@pytest.mark.parametrize("text, rows", [("52a", [1]), ("52A", [1]), ("52B", [2]), ("52b", [2])])
+def test_an_insertion_code_is_found_in_capitals_and_small(text, rows, tmp_path):
+    atoms = Atoms().add("A", 52, "ALA").add("A", 52, "GLY", code="A").add("A", 52, "SER", code="b")
+    structure = read_text(tmp_path, "s.pdb", atoms.pdb())
+    assert parse_positions(f"A{text}", structure, ["A"])[0].tolist() == rows
+    assert [structure.chains["A"].row_of(text)] == rows
+    assert parse_positions(f"A52-A{text}", structure, ["A"])[0].tolist() == [0, 1, 2][:rows[0] + 1]
+
+
+def test_a_position_with_another_insertion_code_gets_those_that_are_there(small):
+    with pytest.raises(ValueError, match=r"A5c is not there, or reversed \(there is A5, A5A\)"):
+        parse_positions("A5c", read_structure(small / "small.pdb"), ["A", "B"])
+
+
+def test_the_label_numbers_of_mmcif_are_kept(tmp_path):
+    atoms = Atoms().add("A", 7, "ALA").add("A", 9, "GLY").add("A", 9, "SER", code="A")
+    chain = read_text(tmp_path, "s.cif", atoms.mmcif()).chains["A"]
+    assert chain.numbers == ("7", None, "9", "9A")
+    assert chain.label_numbers == ("500", None, "501", "502")
+
+
 def test_the_sign_of_a_number_is_no_range(tmp_path):
     structure = read_text(tmp_path, "s.cif", Atoms().add("A", -3, "ALA").mmcif())
     assert parse_positions("A-3-A-3", structure, ["A"])[0].tolist() == [0]
