@@ -171,11 +171,10 @@ def test_a_modified_residue_that_would_shift_the_rows_is_left_out_with_a_word(
 
 
 def test_a_ligand_with_the_number_of_a_residue_does_not_count_as_a_second_one(tmp_path):
-    text = around("SER").pdb() + around("SEP", het=True).add("B", 1, "SEP", het=True).pdb()
-    lines = [line for line in text.splitlines() if "ATOM" not in line or "SE" in line]
-    atoms = "\n".join(line for line in lines if "END" not in line)
-    structure = read_text(tmp_path, "s.pdb", atoms)
-    assert {name: decode(chain.S) for name, chain in structure.chains.items()} == {"A": "S"}
+    atoms = around("SER")
+    atoms += [record for record in around("SEP", het=True) if record[2] == "SEP"]
+    structure = read_text(tmp_path, "s.pdb", atoms.add("B", 1, "SEP", het=True).pdb())
+    assert {name: decode(chain.S) for name, chain in structure.chains.items()} == {"A": "ASG"}
     assert describe_modified([structure]) == ""
 
 
