@@ -276,13 +276,23 @@ def _check_format(text, is_pdb):
 def _parse_pdb(text):
     records = []
     for number, model in enumerate(re.split(rb"^ENDMDL", text, flags=re.MULTILINE), start=1):
-        # Keep only the records of residues. gemmi would also stop at END.
-        lines = [line for line in re.findall(rb"^(?:ATOM|HETATM)[^\r\n]*", model, re.MULTILINE)
-                 if line.startswith(b"ATOM") or _is_amino_acid(line[17:20].decode("latin-1"))]
+        # Keep only the records of residues. gemmi would also stop at END, and take a ligand for a
+        # part of a residue of its name and number.
+        lines = re.findall(rb"^(?:ATOM|HETATM)[^\r\n]*", model, re.MULTILINE)
+        places = {line[21:27] for line in lines if line.startswith(b"ATOM")}
+        lines = [line for line in lines if _is_of_residue(line, places)]
         for line in lines:
             _check_numbers(line)
         records += [b"MODEL %8d" % number, *map(_for_gemmi, lines), b"ENDMDL"]
     return gemmi.read_pdb_string(b"\n".join(records) + b"\n")
+
+
+def _is_of_residue(line, places):
+    """Whether a PDB record is read. places: columns 22 to 27 of the ATOM records."""
+    name = line[17:20].decode("latin-1")
+    if line.startswith(b"ATOM") or name.upper() == "MSE":
+        return True
+    return _is_amino_acid(name) and line[21:27] not in places
 
 
 def _check_numbers(line):
@@ -346,10 +356,14 @@ def _parse_mmcif(text):
     number_key = "auth_seq_id" if "auth_seq_id" in columns else "label_seq_id"
     if number_key not in columns:
         raise ValueError("_atom_site has no auth_seq_id; expected residue numbers there")
+    chains = columns.get("auth_asym_id", columns["label_asym_id"])
+    codes = columns.get("pdbx_PDB_ins_code", itertools.repeat("?"))
+    rows = list(zip(groups, names, zip(chains, columns[number_key], codes)))
+    places = {place for group, _, place in rows if group[:1] not in ("H", "h")}
     kept = []
-    for row, (group, name, number) in enumerate(zip(groups, names, columns[number_key])):
-        is_residue = group[:1] not in ("H", "h") or name.upper() == "MSE"
-        if is_residue or (_is_amino_acid(name) and number not in "?."):
+    for row, (group, name, place) in enumerate(rows):
+        is_read = group[:1] not in ("H", "h") or name.upper() == "MSE"
+        if is_read or (_is_amino_acid(name) and place not in places and place[1] not in "?."):
             kept.append(row)
     columns = {key: [values[row] for row in kept] for key, values in columns.items()}
     _check_values(columns, number_key)

@@ -170,10 +170,13 @@ def test_a_modified_residue_that_would_shift_the_rows_is_left_out_with_a_word(
     assert left_out in describe_modified([structure])
 
 
-def test_a_ligand_with_the_number_of_a_residue_does_not_count_as_a_second_one(tmp_path):
+@pytest.mark.parametrize("file, text", FORMATS, ids=["PDB", "mmCIF"])
+@pytest.mark.parametrize("name", ["SEP", "SER"], ids=["of another name", "of its name"])
+def test_a_ligand_with_the_number_of_a_residue_does_not_count_as_a_second_one(
+        tmp_path, file, text, name):
     atoms = around("SER")
-    atoms += [record for record in around("SEP", het=True) if record[2] == "SEP"]
-    structure = read_text(tmp_path, "s.pdb", atoms.add("B", 1, "SEP", het=True).pdb())
+    atoms += [record for record in around(name, het=True) if record[2] == name]
+    structure = read_text(tmp_path, file, text(atoms.add("B", 1, "SEP", het=True)))
     assert {name: decode(chain.S) for name, chain in structure.chains.items()} == {"A": "ASG"}
     assert describe_modified([structure]) == ""
 
