@@ -349,12 +349,19 @@ def write_status(known, code, reason):
         return
     path = f"{known.run_dir}/status.json"
     temporary = f"{known.run_dir}/.status.json.{os.getpid()}.tmp"
-    text = json.dumps({"code": code, "reason": reason, "step": known.step})
+    text = json.dumps({"code": code, "reason": reason, "step": known.step}) + "\n"
     with contextlib.suppress(OSError):
-        with open(temporary, "wb", buffering=0) as file:
-            file.write(f"{text}\n".encode())
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        try:
+            with open(temporary, "wb", buffering=0) as file:
+                file.write(text.encode())
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except OSError:   # on a full disk there is room in the old file
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            with open(path, "r+b", buffering=0) as file:
+                file.write(text.encode())
+                file.truncate()
 
 
 # ---------------------------------------------------------------- a hang: who is late?

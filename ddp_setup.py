@@ -1761,7 +1761,8 @@ def _try_to_write(path, keep_last, state):
             return ""
         except Exception as e:   # perhaps what torch.save cannot write, or torch.load would refuse
             error = _of_the_system(e)
-            if is_last_try or getattr(error, "errno", None) != errno.ENOSPC:
+            is_full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+            if is_last_try or not is_full:
                 return f"cannot write {path}: {_in_one_line(error)}"
         time.sleep(DISK_FULL)
 

@@ -61,6 +61,7 @@ from dpo.pair_files import LEAST_WEIGHT
 from proteins.letters import LETTERS
 from proteins.mutations import (describe_skipped, find_relatives, hold_out_proteins,
                                 measured_values, place_all, place_on_sequences, read_mutations)
+from proteins.structures import describe_modified
 from proteins.tables import (MAX_LISTED, check_cells, describe_duplicates, read_rows,
                              read_table_text, refuse_all, table_columns)
 from training.files import check_output, write_text_atomic
@@ -286,6 +287,9 @@ def proteins_of(table, args):
                          "mutation there, or the wild type's sequence in a column sequence.")
     if skipped.variants:
         print(describe_skipped(table, skipped), file=sys.stderr)
+    modified = describe_modified(protein.structure for protein in proteins)
+    if modified:
+        print(modified, file=sys.stderr)
     return proteins
 
 

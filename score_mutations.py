@@ -43,7 +43,7 @@ from proteins.scores import (check_measured, check_no_score, correlate_proteins,
                              table_text)
 from proteins.seeds import content_key
 from proteins.sequences import named_sequences
-from proteins.structures import FORMATS
+from proteins.structures import FORMATS, describe_modified
 from proteins.tables import MAX_LISTED, describe_duplicates, refuse_all
 from sedd.variants import mask_of
 from sedd.variants import score_proteins as score_with_sedd
@@ -255,6 +255,9 @@ def describe(proteins, scorer):
         if not scorer.is_sedd:
             line += f"; context chains {' '.join(complex.fixed) or '(none)'}"
         lines.append(line)
+    modified = describe_modified(protein.structure for protein in proteins)
+    if modified:
+        lines.append(modified)
     return "\n".join(lines)
 
 

@@ -27,7 +27,8 @@ import numpy as np
 from dpo.pair_files import MOST_PAIRS_LISTED, read_items, read_weight
 from proteins.letters import LETTERS, X_ID, encode
 from proteins.seeds import content_key
-from proteins.structures import CA_MODEL, Complex, parse_positions, read_structure
+from proteins.structures import (CA_MODEL, Complex, describe_modified, parse_positions,
+                                 read_structure)
 from proteins.tables import quote
 
 REQUIRED = ("pdb_file", "preferred_seq", "unpreferred_seq")
@@ -71,7 +72,8 @@ def read_pairs(  # noqa: PLR0913  (two of them collect what several calls share)
     """Read and check a file of preference pairs.
 
     Unresolved rows may have any letter, X or '-': they are not scored, and the structure's letter
-    is used. A residue that is X in both sequences and in the structure is not designed.
+    is used. A residue that is X in both sequences and none of the 20 in the structure is not
+    designed.
 
     Args:
         path:       JSON or .jsonl file.
@@ -98,7 +100,7 @@ def read_pairs(  # noqa: PLR0913  (two of them collect what several calls share)
 def describe(pairs: list[Pair]) -> str:
     """One line about the pairs of a file: their number, and anything unusual about them."""
     complexes = {pair.complex.key: pair.complex for pair in pairs}
-    structures = {complex.structure.key for complex in complexes.values()}
+    structures = {complex.structure.key: complex.structure for complex in complexes.values()}
     lengths = [len(complex) for complex in complexes.values()]
     first_items = {}            # (complex, preferred sequence, the other) -> first item with these
     for item, pair in enumerate(pairs):
@@ -123,7 +125,9 @@ def describe(pairs: list[Pair]) -> str:
     notes.append((len(contradictions), f"contradict another: {listed}"))
     head = (f"{len(pairs):,} pairs on {len(structures):,} structures, "
             f"{min(lengths):,} to {max(lengths):,} residues each, gaps included")
-    return "; ".join([head] + [f"{n:,} {text}" for n, text in notes if n])
+    parts = [head, *(f"{n:,} {text}" for n, text in notes if n),
+             describe_modified(structures.values())]
+    return "; ".join(part for part in parts if part)
 
 
 # ---- one pair ----
@@ -323,7 +327,8 @@ def _make_pair(complex, design, sequences, is_mutable, weight):
     native = complex.S[rows]
     chosen = encode(sequences["preferred_seq"].replace("-", "X"))
     rejected = encode(sequences["unpreferred_seq"].replace("-", "X"))
-    unknown = resolved & (native == X_ID) & (chosen == X_ID) & (rejected == X_ID)
+    unnamed = (native == X_ID) | complex.modified[rows]
+    unknown = resolved & unnamed & (chosen == X_ID) & (rejected == X_ID)
     for (key, text), letters in zip(sequences.items(), (chosen, rejected)):
         wrong = np.flatnonzero((letters == X_ID) & resolved & ~unknown)
         if len(wrong):

@@ -21,7 +21,8 @@ import torch
 from mpnn.model import Pssm
 from mpnn.official_settings import MAX_BIAS, read_json, settings_of
 from proteins.letters import AMINO_ACIDS, LETTERS, X_ID, decode, encode
-from proteins.structures import CA_MODEL, FORMATS, Complex, parse_positions, read_structure
+from proteins.structures import (CA_MODEL, FORMATS, Complex, describe_modified, parse_positions,
+                                 read_structure)
 
 
 class Design:
@@ -63,6 +64,7 @@ class Design:
                             for number in chain.numbers]
         self.native = self.complex.S[self.rows]
         self.resolved = self.complex.mask[self.rows]
+        self.modified = self.complex.modified[self.rows]
         self.note_input(fixed, settings, ca_only)
         self.mutable = self.mutable_positions(args, settings.fixed)
         if not (self.mutable & self.resolved).any():
@@ -82,10 +84,9 @@ class Design:
         self.notes.append(
             f"{structure.name}: designed chains {' '.join(self.chains)}, {len(self.rows)} rows, "
             f"{self.resolved.sum()} resolved; fixed chains {' '.join(fixed) or '(none)'}")
-        unknown = sorted({name for chain in structure.chains.values() for name in chain.unknown})
-        if unknown:
-            self.notes.append(f"{structure.name}: residues {', '.join(unknown)} are none of the 20 "
-                              "amino acids, and read as X")
+        modified = describe_modified([structure])
+        if modified:
+            self.notes.append(f"{structure.name}: {modified}")
         only_ca = [name for name, chain in structure.chains.items() if chain.has_only_ca]
         if only_ca and not ca_only:
             self.notes.append(f"{structure.name}: chains {' '.join(only_ca)} have CA atoms only: "
@@ -242,7 +243,7 @@ class Design:
                              f"chains {' '.join(self.chains)}, gap rows counted, with / between "
                              "chains.")
         for i, letter in enumerate("".join(parts)):
-            needs_name = self.resolved[i] and self.native[i] != X_ID
+            needs_name = self.resolved[i] and self.native[i] != X_ID and not self.modified[i]
             if letter not in LETTERS or (letter == "X" and needs_name):
                 raise ValueError(f"{name}: found {letter!r} at {self.labels[i]} (position {i}, "
                                  f"0-based); expected one of {AMINO_ACIDS}, or X where no residue "

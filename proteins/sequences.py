@@ -41,9 +41,14 @@ USUAL = AMINO_ACIDS.encode()    # letters that need no cleaning
 UNKNOWN = b"X" + RARE.encode()  # letters that are read as X
 ORDER_SEED = 0                  # of the order in which read_sequences gives the proteins of a file
 PADDING = 255                   # no token: makes the length of a protein a multiple of 8, for keys
-# Letters of a file of A, C, G, T, U, N alone. Fewer may be a peptide: a letter of a protein is one
-# of these with a probability of 0.27, so 20 in a row come once in 2e11 files.
+# Nucleotides: at least so many letters; this part of them is of NUCLEOTIDES (others are R, Y, ...),
+# and this part each of A, C, G and T or U, as repeats of few letters may be a peptide. A letter of
+# a protein is one of these with a probability of 0.27: 20 in a row come once in 2e11.
+NUCLEOTIDES = b"ACGTUN"
 NUCLEOTIDES_LEAST = 20
+NUCLEOTIDES_SHARE = 0.95
+NUCLEOTIDES_EACH = 0.04
+MOST_NUCLEOTIDES = 0.01         # of the records of a file; more, and it is refused
 
 
 # ---- keys ----
@@ -215,12 +220,13 @@ class ReadReport:
     n_empty: int = field(default=0, metadata={"note": "empty records dropped"})
     n_all_x: int = field(default=0, metadata={"note": "proteins of X only dropped"})
     n_short: int = field(default=0, metadata={"note": "too short dropped"})
+    n_nucleotides: int = field(default=0, metadata={"note": "records of nucleotides dropped"})
     n_duplicates: int = field(default=0, metadata={"note": "exact duplicates dropped"})
 
     @property
     def n_dropped(self):
         """Records that gave no protein; duplicates are not among them."""
-        return self.n_empty + self.n_all_x + self.n_short
+        return self.n_empty + self.n_all_x + self.n_short + self.n_nucleotides
 
     def __str__(self):
         notes = [f"{self.n_proteins:,} proteins, {self.n_residues:,} residues, lengths "
@@ -242,12 +248,13 @@ def read_sequences(path, min_length=1, alive=lambda: None):
 
     Cleaned, and counted in the report: B, Z, U, O, J become X; lower case (soft-masked regions)
     becomes upper case; one '*' at the end is removed, and so are blanks inside FASTA sequences;
-    empty records, proteins of X only and short ones are dropped; of equal proteins one stays.
+    empty records, proteins of X only and short ones are dropped, and so are records of nucleotides
+    (is_nucleotides), up to MOST_NUCLEOTIDES of all; of equal proteins one stays.
     The table is in the order of order_words(keys, ORDER_SEED), whatever their order in the file.
     Raises FileNotFoundError for a missing file, and ValueError with file and line (or entry) for an
     inner '*', gaps '-' and '.', digits, any other character, blanks inside a line of text (a second
-    column?), nucleotides, binary files, other encodings, a truncated or damaged .gz, an empty file,
-    a directory.
+    column?), more nucleotides, binary files, other encodings, a truncated or damaged .gz, an empty
+    file, a directory.
     """
     report = ReadReport()
     tokens = bytearray()
@@ -291,10 +298,10 @@ def read_tables(path, report, min_length=1, max_records=None, file=None) -> Iter
     lengths = []
     found = itertools.islice(records(path, file), max_records)
     for n_read, record in enumerate(found, 1):
-        if nucleotides.alone:
-            nucleotides.look_at(record)
         letters = _clean(path, record, report)
-        if not letters:
+        if nucleotides.is_found(record, letters):
+            report.n_nucleotides += 1
+        elif not letters:
             report.n_empty += 1
         elif not letters.strip(UNKNOWN):
             report.n_all_x += 1
@@ -314,12 +321,17 @@ def read_tables(path, report, min_length=1, max_records=None, file=None) -> Iter
 def named_sequences(path) -> Iterator[tuple[str, str]]:
     """Yield (header, letters) of each record of a FASTA file: letters as they are, without blanks.
 
-    For files that people write; read_sequences is for data sets. Raises ValueError, see records.
+    For files that people write; read_sequences is for data sets. Raises ValueError, see records,
+    and for the first record of nucleotides.
     """
-    for header, text, _ in records(path):
+    for header, text, number in records(path):
         if header is None:
             raise ValueError(f"{path} has no headers; expected FASTA.")
-        yield header.replace("\t", " ").strip(), "".join(text.split())
+        letters = "".join(text.split())
+        if is_nucleotides(letters.upper().encode()):
+            raise ValueError(f"{path}, line {number}: nucleotides ({letters[:20]}...); expected "
+                             "proteins. Translate them, or remove the record.")
+        yield header.replace("\t", " ").strip(), letters
 
 
 def records(path, file=None) -> Iterator[tuple[str | None, str, int]]:
@@ -382,7 +394,8 @@ def refuse_nothing_left(name, report, min_length):
     """Raise ValueError, as all records of a file were dropped, for the reasons in the report."""
     raise ValueError(f"{name}: no protein is left of {report.n_dropped:,} records "
                      f"({report.n_empty:,} empty, {report.n_all_x:,} of X only, "
-                     f"{report.n_short:,} shorter than min_length = {min_length}); expected at "
+                     f"{report.n_short:,} shorter than min_length = {min_length}, "
+                     f"{report.n_nucleotides:,} of nucleotides); expected at "
                      f"least one. Check the file, or lower min_length.")
 
 
@@ -505,32 +518,50 @@ def _table(tokens, lengths):
     return Proteins(np.frombuffer(tokens, np.uint8), np.cumsum(lengths) - lengths, lengths)
 
 
-class Nucleotides:
-    """Tells a file of nucleotides from one of proteins, by its letters.
+def is_nucleotides(letters):
+    """Whether these letters, bytes in upper case, are of DNA or RNA and hardly of a protein."""
+    n_others = len(letters.translate(None, NUCLEOTIDES))
+    if len(letters) < NUCLEOTIDES_LEAST or n_others > (1 - NUCLEOTIDES_SHARE) * len(letters):
+        return False
+    counts = [letters.count(letter) for letter in (b"A", b"C", b"G")]
+    counts.append(letters.count(b"T") + letters.count(b"U"))
+    return min(counts) > 0 and min(counts) >= NUCLEOTIDES_EACH * sum(counts)
 
-    alone: whether all letters so far are of nucleotides; others need not be looked at.
+
+class Nucleotides:
+    """Finds the records of nucleotides in a file of proteins, and refuses a file with many.
+
+    Records that are too short to tell are looked at together, when the file has been read.
     """
 
     def __init__(self):
-        self.alone = True
-        self.n_letters = 0
-        self.kinds = set()
+        self.n_records = 0
+        self.lines = []             # of the records found, see records
+        self.short_lines = []       # of the short ones
+        self.short = bytearray()    # letters of these
 
-    def look_at(self, record):
-        """Count the letters of a record."""
-        _, text, _ = record
-        letters = "".join(text.upper().split()).removesuffix("*")
-        kinds = set(letters)
-        self.alone = kinds <= set("ACGTUN")
-        self.n_letters += len(letters)
-        self.kinds |= kinds - {"N"}
+    def is_found(self, record, letters):
+        """Whether a record is of nucleotides. letters: bytes, cleaned."""
+        _, _, line = record
+        self.n_records += 1
+        if len(letters) < NUCLEOTIDES_LEAST:
+            self.short += letters
+            self.short_lines.append(line)
+        found = is_nucleotides(letters)
+        if found:
+            self.lines.append(line)
+        return found
 
     def refuse(self, path):
-        """Raise ValueError if a file had nucleotides alone."""
-        # A repeat of few kinds of letters, such as AAT, may be a peptide.
-        if self.alone and len(self.kinds) > 3 and self.n_letters >= NUCLEOTIDES_LEAST:
-            raise ValueError(f"{path}: all {self.n_letters:,} letters are among ACGTUN, which is "
-                             "nucleotides; expected proteins. Translate them first.")
+        """Raise ValueError if a file had many."""
+        lines = self.lines
+        if is_nucleotides(self.short):
+            lines = sorted(lines + self.short_lines)
+        if len(lines) > MOST_NUCLEOTIDES * self.n_records:
+            unit = "entry" if is_pt(path) else "line"
+            raise ValueError(f"{path}: {len(lines):,} of {self.n_records:,} records are "
+                             f"nucleotides, the first in {unit} {lines[0]:,}; expected proteins. "
+                             "Translate or remove them.")
 
 
 # What no protein has: where it is, and what it means.
@@ -539,7 +570,9 @@ WRONG_IN_FASTA = re.compile(r"[^A-Za-z* \t\n]|\*(?!\s*\Z)")     # a '*' may stan
 WRONG_IN_LINE = re.compile(r"[^A-Za-z* \t]|\*(?!\s*\Z)|(?<=\S)[ \t]+(?=\S)")
 CHARACTERS_AND_REASONS = (
     ("*", "a stop inside a sequence. Translate up to the first stop, or remove the record"),
-    ("-.", "a gap, so this is an alignment. Give the sequences without gaps"),
+    ("-", "a gap, so this is an alignment. Give the sequences without gaps"),
+    (".", "a gap of an alignment, or a stop, as gffread writes it. Give the sequences without gaps "
+          "and stops"),
     ("0123456789", "a digit. Remove numbers from the sequence lines"),
     ("\v\f", "a form feed or vertical tab, as printed text has. Remove it"),
     (" \t\n\r", "a blank. Give one sequence per line and nothing else; with names, use FASTA"),

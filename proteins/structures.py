@@ -8,21 +8,25 @@ Reads .pdb, .ent, .cif, .mmcif; each also with .gz. Writes nothing. Rows are tho
 ProteinMPNN parser: one for each residue number from first to last, and for each insertion code. A
 number without a residue is a gap: letter X and no coordinates. A residue is resolved if it has N,
 CA, C and O; read for a CA-only model, if it has CA, and no other atom is kept.
+
+Unlike there, a modified residue has the letter of its parent, in ATOM and HETATM records: MSE is M,
+SEP is S. Selenocysteine and pyrrolysine are X, as in files of sequences.
 """
 
+import functools
 import gzip
 import itertools
 import re
 import zlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from string import ascii_letters
 
 import gemmi
 import numpy as np
 
-from proteins.letters import X_ID
+from proteins.letters import LETTERS, X_ID, encode
 from proteins.seeds import content_key
 
 NAMES = "ALA CYS ASP GLU PHE GLY HIS ILE LYS LEU MET ASN PRO GLN ARG SER THR VAL TRP TYR".split()
@@ -36,6 +40,8 @@ ATOM_KEYS = ("group_PDB", "id", "type_symbol", "label_atom_id", "label_alt_id", 
 ONE_PLACE = ("expected a different name for each chain, a different number or insertion code for "
              "each residue, and a different letter for each alternative location")
 MAX_ANGSTROM = 100_000      # largest coordinate
+NEAR = 8.0                  # Angstrom, at most, between CA of neighbours: 3.8, in a bad model more
+MOST_LISTED = 10            # residues in a message
 MAX_ROWS = 100_000          # in a chain: no protein is as long, so more means wrong residue numbers
 MAX_MIB = 64                # of text: 800,000 atoms in a PDB file; reading takes ten times as much
 
@@ -43,11 +49,11 @@ MAX_MIB = 64                # of text: 800,000 atoms in a PDB file; reading take
 @dataclass(frozen=True, eq=False)
 class Chain:
     """The rows of one chain."""
-    S: np.ndarray               # (L,) uint8 letters; X at gaps and non-standard residues
+    S: np.ndarray               # (L,) uint8 letters; X at gaps and unknown residues
     X: np.ndarray               # (L, 4, 3) float32 of N, CA, C, O in Angstrom; missing atoms: 0
     resolved: np.ndarray        # (L,) bool: all four atoms are there, or CA for a CA-only model
     numbers: tuple              # (L,) residue numbers such as "12" and "12B"; None at gaps
-    unknown: tuple = ()         # names of resolved residues that are X
+    modified: dict = field(default_factory=dict)    # row -> name, of resolved ones not of the 20
     label_numbers: tuple = ()   # (L,) label_seq_id of mmCIF as text; None for none, as of PDB
 
     def row_of(self, number: str) -> int | None:
@@ -69,13 +75,15 @@ class Structure:
 
     ca_only: read for a CA-only model, without the other atoms.
     needed:  words for what makes a residue resolved.
+    ends:    modified residues that are left out, such as "PCA A1".
     key:     hash of letters and coordinates, equal for copies of a file and for its other formats.
     """
 
-    def __init__(self, name: str, chains: dict[str, Chain], ca_only: bool = False):
+    def __init__(self, name: str, chains: dict[str, Chain], ca_only: bool = False, ends=()):
         self.name = name
         self.chains = chains
         self.ca_only = ca_only
+        self.ends = ends
         self.needed = "a CA atom" if ca_only else "a complete backbone (N, CA, C, O)"
         parts = []
         for chain_name, chain in sorted(chains.items()):
@@ -91,6 +99,7 @@ class Complex:
     X:           (L, 4, 3) float32, Angstrom.
     S:           (L,) uint8, native letters.
     mask:        (L,) bool, True = resolved.
+    modified:    (L,) bool, True = resolved, and none of the 20 amino acids.
     chain_id:    (L,) int64, from 1.
     residue_idx: (L,) int64, the row, plus 100 for each earlier chain.
     n_designed:  number of rows of the designed chains (single positions of these may be fixed).
@@ -106,6 +115,8 @@ class Complex:
         self.X = np.concatenate([chain.X for chain in chains])
         self.S = np.concatenate([chain.S for chain in chains])
         self.mask = np.concatenate([chain.resolved for chain in chains])
+        self.modified = np.concatenate([
+            np.isin(np.arange(len(chain.S)), list(chain.modified)) for chain in chains])
         self.chain_id = np.repeat(np.arange(1, len(chains) + 1), [len(chain.S) for chain in chains])
         self.residue_idx = np.arange(len(self.S)) + 100 * (self.chain_id - 1)
         self.n_designed = int((self.chain_id <= len(self.design)).sum())
@@ -125,10 +136,11 @@ class Complex:
 def read_structure(path: str | Path, ca_only: bool = False) -> Structure:
     """Read a PDB or mmCIF file with the rows of the official ProteinMPNN parser.
 
-    Only ATOM records are read, and HETATM records of MSE (selenomethionine), as M. A residue whose
-    name, in upper or lower case, is not one of the 20 is X and keeps its coordinates. Of several
-    atoms of one name, or several residue names, at a residue number (alternative locations, models)
-    the first counts.
+    ATOM records are read, HETATM records of MSE (selenomethionine), and those of other amino acids
+    where they fill a gap in the numbers of a chain: ligands do not, and the rows stay those of the
+    official code. A residue whose name, in upper or lower case, is not one of the 20 has the letter
+    of its parent, or X if that is not known. Of several atoms of one name, or several residue
+    names, at a residue number (alternative locations, models) the first counts.
     Nucleic acids become X rows without coordinates. mmCIF is read by author names and numbers, from
     _atom_site alone. What would be lost is refused: two residues of one number, two chains of one
     name. A number in columns 23 to 27 of a PDB file, such as 10000, is read.
@@ -160,14 +172,35 @@ def read_structure(path: str | Path, ca_only: bool = False) -> Structure:
         is_pdb = suffix in (".pdb", ".ent")
         _check_format(text, is_pdb)
         models = _parse_pdb(text) if is_pdb else _parse_mmcif(text)
+        ends = _remove_ligands(models, ca_only)
         _check_identities(models)
         chains = _make_chains(models, ca_only)
         if not ca_only:
             _check_backbones(chains)
-        return Structure(str(path), chains, ca_only)
+        return Structure(str(path), chains, ca_only, ends)
     except (OSError, EOFError, zlib.error, RuntimeError, ValueError, IndexError) as error:
         reason = str(error).strip() or type(error).__name__
         raise ValueError(f"{path} cannot be read: {reason}") from None
+
+
+def describe_modified(structures: Iterable[Structure]) -> str:
+    """What was made of residues that are none of the 20, in words; "" where there are none."""
+    letters = {}
+    ends = []
+    for structure in structures:
+        ends += [name for name in structure.ends if name not in ends]
+        for chain in structure.chains.values():
+            for row, name in chain.modified.items():
+                letters[name] = LETTERS[chain.S[row]]
+    parts = []
+    if letters:
+        words = ", ".join(f"{name} as {letters[name]}" for name in sorted(letters))
+        parts.append(f"residues that are none of the 20 amino acids are read: {words}")
+    if ends:
+        more = f", and {len(ends) - MOST_LISTED:,} more" if len(ends) > MOST_LISTED else ""
+        parts.append("HETATM at an end of a chain, or with an insertion code, are left out, as in "
+                     f"the published code: {', '.join(ends[:MOST_LISTED])}{more}")
+    return "; ".join(parts)
 
 
 def parse_positions(text: str, structure: Structure,
@@ -265,12 +298,23 @@ def _check_format(text, is_pdb):
 def _parse_pdb(text):
     records = []
     for number, model in enumerate(re.split(rb"^ENDMDL", text, flags=re.MULTILINE), start=1):
-        # Keep only the records that the official parser reads. gemmi would also stop at END.
-        lines = re.findall(rb"^(?:ATOM|HETATM.{11}(?i:MSE))[^\r\n]*", model, re.MULTILINE)
+        # Keep only the records of residues. gemmi would also stop at END, and take a ligand for a
+        # part of a residue of its name and number.
+        lines = re.findall(rb"^(?:ATOM|HETATM)[^\r\n]*", model, re.MULTILINE)
+        places = {line[21:27] for line in lines if line.startswith(b"ATOM")}
+        lines = [line for line in lines if _is_of_residue(line, places)]
         for line in lines:
             _check_numbers(line)
         records += [b"MODEL %8d" % number, *map(_for_gemmi, lines), b"ENDMDL"]
     return gemmi.read_pdb_string(b"\n".join(records) + b"\n")
+
+
+def _is_of_residue(line, places):
+    """Whether a PDB record is read. places: columns 22 to 27 of the ATOM records."""
+    name = line[17:20].decode("latin-1")
+    if line.startswith(b"ATOM") or name.upper() == "MSE":
+        return True
+    return _is_amino_acid(name) and line[21:27] not in places
 
 
 def _check_numbers(line):
@@ -330,28 +374,114 @@ def _parse_mmcif(text):
     # Other tables are not needed, and may hold what gemmi refuses. Ligands need no numbers.
     groups = map(gemmi.cif.as_string, columns["group_PDB"])
     names = map(gemmi.cif.as_string, columns["label_comp_id"])
-    kept = [row for row, (group, name) in enumerate(zip(groups, names))
-            if group[:1] not in ("H", "h") or name.upper() == "MSE"]
+    # gemmi uses the label numbers of a file that has no others.
+    number_key = "auth_seq_id" if "auth_seq_id" in columns else "label_seq_id"
+    if number_key not in columns:
+        raise ValueError("_atom_site has no auth_seq_id; expected residue numbers there")
+    chains = columns.get("auth_asym_id", columns["label_asym_id"])
+    codes = columns.get("pdbx_PDB_ins_code", itertools.repeat("?"))
+    rows = list(zip(groups, names, zip(chains, columns[number_key], codes)))
+    places = {place for group, _, place in rows if group[:1] not in ("H", "h")}
+    kept = []
+    for row, (group, name, place) in enumerate(rows):
+        is_read = group[:1] not in ("H", "h") or name.upper() == "MSE"
+        if is_read or (_is_amino_acid(name) and place not in places and place[1] not in "?."):
+            kept.append(row)
     columns = {key: [values[row] for row in kept] for key, values in columns.items()}
-    _check_values(columns)
+    _check_values(columns, number_key)
     block = gemmi.cif.Block("atoms")
     loop = block.init_loop("_atom_site.", keys)
     loop.set_all_values(list(columns.values()))
     return gemmi.make_structure_from_block(block)
 
 
-def _check_values(columns):
-    """ValueError for a malformed number. columns: {key of _atom_site: list of values}."""
+def _check_values(columns, number_key):
+    """ValueError for a malformed number. columns: {key of _atom_site: list of values}. number_key:
+    of residue numbers."""
     number = r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?(\(\d+\))?|[?.]"  # (7) in 1.25(7) is an error
-    # gemmi uses the label numbers of a file that has no others.
-    number_key = "auth_seq_id" if "auth_seq_id" in columns else "label_seq_id"
     patterns = {"Cartn_x": number, "Cartn_y": number, "Cartn_z": number, number_key: r"-?\d+"}
     for key, pattern in patterns.items():
-        if key not in columns:
-            raise ValueError("_atom_site has no auth_seq_id; expected residue numbers there")
         for value in columns[key]:
             if not re.fullmatch(pattern, value):
                 raise ValueError(f"_atom_site.{key} is {value!a}; expected a number")
+
+
+@functools.cache
+def _token_of(name):
+    """The letter of a residue by its name, of a modified one that of its parent, as a token."""
+    if not _is_amino_acid(name):
+        return X_ID
+    letter = gemmi.find_tabulated_residue(name).one_letter_code.upper()
+    return int(encode(letter.replace(" ", "X"))[0])     # gemmi knows no parent of a few
+
+
+@functools.cache
+def _is_amino_acid(name):
+    """Whether the name of a residue is that of an amino acid, perhaps a modified one."""
+    return gemmi.find_tabulated_residue(name.strip()).is_amino_acid()
+
+
+def _remove_ligands(models, ca_only):
+    """Remove HETATM residues, but MSE and those that fill a gap in the numbers of their chain.
+
+    To fill one, a residue needs a backbone near a neighbour's: free amino acids have numbers too.
+    Returns: names of those that are bound to a chain and in no gap, but at its ends or with an
+    insertion code, where a row more would shift the others."""
+    places = {}         # chain name -> {(number, insertion code)} of what is read in any case
+    for model in models:
+        for chain in model:
+            places.setdefault(chain.name, set()).update(
+                _place(residue) for residue in chain if not _may_be_ligand(residue))
+    left_out = set()
+    for model in models:
+        for chain in model:
+            left_out |= _remove_ligands_of_chain(chain, places[chain.name], ca_only)
+    return tuple(sorted(left_out))
+
+
+def _remove_ligands_of_chain(chain, places, ca_only):
+    numbers = {number for number, _ in places}
+    centres = []        # (place, position) of CA atoms
+    for residue in chain:
+        atom = residue.find_atom("CA", "*")
+        if atom is not None:
+            centres.append((_place(residue), atom.pos))
+    left_out = set()
+    for index in reversed(range(len(chain))):
+        residue = chain[index]
+        if not _may_be_ligand(residue):
+            continue
+        number, code = _place(residue)
+        if places and _is_bound(residue, centres, ca_only):
+            is_inside = min(numbers) < number < max(numbers)
+            if is_inside and number not in numbers and not code:
+                continue
+            if (number, code) not in places:
+                left_out.add(f"{residue.name} {chain.name}{residue.seqid}")
+        del chain[index]
+    return left_out
+
+
+def _may_be_ligand(residue):
+    return residue.het_flag == "H" and residue.name.upper() != "MSE"
+
+
+def _place(residue):
+    return residue.seqid.num, residue.seqid.icode.strip()
+
+
+def _is_bound(residue, centres, ca_only):
+    """Whether a residue has a backbone, with CA near that of a neighbouring number."""
+    for name in ("CA",) if ca_only else BACKBONE:
+        if residue.find_atom(name, "*") is None:
+            return False
+    own = _place(residue)
+    centre = residue.find_atom("CA", "*").pos
+    for place, position in centres:
+        is_next = place != own and abs(place[0] - own[0]) <= 1
+        if is_next and centre.dist(position) <= NEAR:
+            return True
+    return False
 
 
 def _check_identities(models):
@@ -408,10 +538,8 @@ def _make_chains(models, ca_only):
     for model in models:
         for chain in model:
             for residue in chain:
-                if residue.het_flag != "H" or residue.name.upper() == "MSE":
-                    place = (residue.seqid.num, residue.seqid.icode.strip())
-                    places = residues.setdefault(chain.name, {})
-                    places.setdefault(place, []).append(residue)
+                places = residues.setdefault(chain.name, {})
+                places.setdefault(_place(residue), []).append(residue)
     if not residues:
         raise ValueError("it has no ATOM records; expected those of a protein")
     return {name: _make_chain(name, places, ca_only) for name, places in residues.items()}
@@ -427,17 +555,14 @@ def _make_chain(name, places, ca_only):
     rows = sorted([*places, *((number, "") for number in gaps)])
     S = np.full(len(rows), X_ID, np.uint8)
     X = np.full((len(rows), 4, 3), np.nan, np.float32)
-    names_of_x = {}             # row -> name of its residue
+    modified = {}               # row -> name of its residue
     for row, place in enumerate(rows):
         residues = places.get(place, [])
         if residues:
             residue_name = residues[0].name.upper()
-            if residue_name == "MSE" and residues[0].het_flag == "H":
-                residue_name = "MET"
-            if residue_name in NAMES:
-                S[row] = NAMES.index(residue_name)
-            else:
-                names_of_x[row] = residue_name
+            S[row] = _token_of(residue_name)
+            if residue_name not in NAMES:
+                modified[row] = residue_name
         for k, atom_name in enumerate(BACKBONE):
             if ca_only and k != CA:
                 continue
@@ -453,9 +578,8 @@ def _make_chain(name, places, ca_only):
     needed = known[:, [CA]] if ca_only else known
     resolved = needed.all((1, 2))
     _check_coordinates(name, X[known], X[resolved, CA])
-    unknown = sorted({residue_name for row, residue_name in names_of_x.items() if resolved[row]})
-    return Chain(S, np.where(known, X, np.float32(0)), resolved, labels, tuple(unknown),
-                 label_numbers)
+    modified = {row: residue_name for row, residue_name in modified.items() if resolved[row]}
+    return Chain(S, np.where(known, X, np.float32(0)), resolved, labels, modified, label_numbers)
 
 
 def _check_coordinates(name, numbers, centres):

@@ -377,10 +377,9 @@ def _parse(text, where):
 def _read_yaml(path):
     try:
         text = read_text(path, MOST_YAML_BYTES)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"{path} cannot be read: {reason}. Expected a YAML configuration. Check "
-                         f"the path (relative to {Path.cwd()}).") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}. Expected a YAML "
+                         f"configuration. Check the path (relative to {Path.cwd()}).") from None
     raw = _parse(text, str(path))
     if not isinstance(raw, dict):
         raise ValueError(f"{path}: found {_show(raw)} at the top level; expected sections, as in "

@@ -1,5 +1,6 @@
 """Writing a file whole: a kill at any moment leaves the old file, none, or the new one. Reading a
 text no further than it can be one."""
+import codecs
 import contextlib
 import os
 import tempfile
@@ -23,8 +24,11 @@ def read_text(path, most=MOST_TEXT_BYTES) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text in UTF-8 ({error.reason} at byte {error.start}); "
-                         "expected UTF-8.") from None
+        found = f"{error.reason} at byte {error.start}"
+        if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            found = "it begins as UTF-16 does"
+        raise ValueError(f"{path} is no text in UTF-8 ({found}); expected UTF-8. Save it in this "
+                         "encoding.") from None
 
 
 def write_text_atomic(path, text) -> None:

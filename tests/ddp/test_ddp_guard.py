@@ -548,3 +548,14 @@ def test_a_status_of_a_guard_is_on_the_disk_before_it_has_its_name(tmp_path, dis
     status = tmp_path / "status.json"
     assert disk_calls == [("fsync", status.read_bytes()), ("rename", status)]
     assert json.loads(status.read_text()) == {"code": 70, "reason": "no progress", "step": None}
+
+
+def test_a_guard_writes_its_status_on_a_full_disk_into_the_old_file(tmp_path):
+    (tmp_path / f".status.json.{os.getpid()}.tmp").symlink_to("/dev/full")
+    status = tmp_path / "status.json"
+    status.write_text(json.dumps({"code": None, "reason": "running " * 20, "step": None}))
+    known = Known()
+    known.run_dir = str(tmp_path)
+    ddp_guard.write_status(known, 70, "no progress")
+    assert json.loads(status.read_text()) == {"code": 70, "reason": "no progress", "step": None}
+    assert os.listdir(tmp_path) == ["status.json"]

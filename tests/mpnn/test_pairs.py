@@ -68,6 +68,20 @@ def test_a_path_counts_from_the_folder_of_its_file_and_letters_go_to_the_rows_of
     assert "more than max_length 8" in refusal(small / "sub" / "pairs.json", max_length=8)
 
 
+@pytest.mark.parametrize("het", [False, True], ids=["ATOM, once read as X", "HETATM, once a gap"])
+def test_a_modified_residue_may_be_x_in_both_sequences_and_is_then_not_designed(small, het):
+    """As in pairs that were made from the letters of the structure."""
+    text = (small / "small.pdb").read_text()
+    text = re.sub("ATOM  (.{11})UNK", f"{'HETATM' if het else 'ATOM  '}\\1SEP", text)
+    write(small, text, "small.pdb")
+    old, new = read_pairs(write(small, [GOOD, changed(preferred_seq="MKSXVLA",
+                                                      unpreferred_seq="MRAXVIA")]))
+    assert decode(old.complex.S) == "MKSXVLA" and old.complex.mask[2]
+    assert decode(old.chosen) == "MKXXVLA" and not old.chain_M[2]
+    assert decode(new.rejected) == "MRAXVIA" and new.chain_M.all()
+    assert "SEP as S" in describe([old, new])
+
+
 def test_pairs_that_contradict_or_repeat_one_another_are_told_by_item(small):
     other = changed(preferred_seq="MKXXVCA")
     turned = changed(preferred_seq=GOOD["unpreferred_seq"], unpreferred_seq=GOOD["preferred_seq"])

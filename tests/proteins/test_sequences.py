@@ -100,6 +100,8 @@ def test_the_pt_file_of_the_original_project_reads(read, tmp_path):
     ([{"protein_seq": "MK", "run": print}], "in.pt", "cannot be loaded"),       # code
     (">a\nMKV*\nMK\n>b\nMKV\n", "in.fasta", "line 2, column 4: found '*', a stop inside"),
     (">a\nMKV\nLA-V\n", "in.fasta", "line 3, column 3: found '-', a gap"),
+    (">a\nMKV.\n", "in.fasta", "line 2, column 4: found '.', a gap of an alignment, or a stop"),
+    (">a\nMK.V\n", "in.fasta", "a gap of an alignment, or a stop, as gffread"),
     (">a\nMKV>b\nMKV\n", "in.fasta", "line 2, column 4: found '>', so a line end is missing"),
     ("\r\n>a\r\nMKV\r\nM?V\r\n", "in.fasta", "line 4, column 2: found '?', not a letter"),
     ("MKV\n\nP1 MKV\n", "in.txt", "line 3, column 2: found '1', a digit"),
@@ -112,11 +114,58 @@ def test_the_pt_file_of_the_original_project_reads(read, tmp_path):
     ("<html>not found</html>", "in.fasta.gz", "is not gzip"),
     (">a\nMKV\n".encode("utf-16"), "in.fasta", "holds a zero byte"),
     (">a\n" + "ACGTN" * 300, "in.fasta", "nucleotides"),
-    (">a\nATGGCA\n>b\nccgtta\n>c\nACGUACGU\n", "in.fasta", "all 20 letters are among ACGTUN"),
+    (">a\nATGGCA\n>b\nccgtta\n>c\nACGUACGU\n", "in.fasta", "3 of 3 records are nucleotides"),
     (">a\nMKV\n  >b\nMKV\n", "in.fasta", "line 3, column 3: found '>', a header that is indented"),
     (">a\nMKV\fMK\n", "in.fasta", "line 2, column 4: found '\\x0c', a form feed")])
 def test_what_is_no_protein_is_refused_with_its_line_or_entry(read, tmp_path, content, name, says):
     assert says in refusal(read, write(tmp_path, content, name))
+
+
+PROTEIN = "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQ"
+DNA = "ATGGCATTCGACCGTAAGCTGACCTGA"
+OF_NUCLEOTIDES = {
+    "DNA": DNA, "RNA": DNA.replace("T", "U"), "lower case": DNA.lower(), "lines": DNA[:9] + "\n" +
+    DNA[9:], "unknown letters": DNA + "N" * 100, "ambiguous letters": DNA * 4 + "RYK",
+    "rich in A and T": "AATATCTTTAACATTAGAATGAATTATATA", "a primer": "GTGCCAGCMGCCGCGGTAAC"}
+OF_PROTEINS = {
+    "a short peptide": "GAGAGATC", "silk": "GAGAGSGAGAGS" * 4, "few letters": "AAT" * 30,
+    "asparagines": "N" * 50, "an antifreeze protein": "DTASDAAAAAALTAANAKAAAELTAANAAAAAAATAR",
+    "of cysteines": "CCGTCCNACCGTAACCGTNGDKACCG", "one of each": "A" * 40 + "CGT"}
+
+
+@pytest.mark.parametrize("letters", OF_NUCLEOTIDES.values(), ids=OF_NUCLEOTIDES)
+def test_one_record_of_nucleotides_among_proteins_is_dropped_and_counted(tmp_path, letters):
+    records = [f"{PROTEIN}{a}{b}" for a in "ACDEFGHIKL" for b in "ACDEFGHIKL"]
+    records.insert(57, letters)
+    text = "".join(f">{k}\n{record}\n" for k, record in enumerate(records))
+    proteins, report = read_sequences(write(tmp_path, text))
+    assert len(proteins) == 100 and report.n_nucleotides == 1
+
+
+@pytest.mark.parametrize("letters", OF_PROTEINS.values(), ids=OF_PROTEINS)
+def test_a_protein_of_few_kinds_of_letters_is_no_record_of_nucleotides(tmp_path, letters):
+    proteins, _ = read_sequences(write(tmp_path, f">a\n{PROTEIN}\n>b\n{letters}\n"))
+    assert sorted(texts(proteins)) == sorted([PROTEIN, letters])
+
+
+@pytest.mark.parametrize("name, where", [("in.fasta", "line 6"), ("in.txt", "line 3"),
+                                         ("in.pt", "entry 3")])
+def test_more_than_a_few_records_of_nucleotides_are_refused_with_the_first(
+        tmp_path, name, where):
+    records = [PROTEIN, PROTEIN[1:], DNA, PROTEIN[2:], DNA]
+    content = [{"protein_seq": record} for record in records]
+    if name == "in.fasta":
+        content = "".join(f">a\n{record}\n" for record in records)
+    elif name == "in.txt":
+        content = "\n".join(records)
+    said = refusal(read_sequences, write(tmp_path, content, name))
+    assert f"2 of 5 records are nucleotides, the first in {where};" in said
+
+
+def test_nucleotides_in_a_file_of_named_sequences_are_refused(tmp_path):
+    path = write(tmp_path, f">a\n{PROTEIN}\n>b\n{DNA}\n")
+    with pytest.raises(ValueError, match="line 4: nucleotides"):
+        list(named_sequences(path))
 
 
 def test_a_pipe_is_refused_and_not_waited_for(read, tmp_path):

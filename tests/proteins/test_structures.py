@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mpnn.batches import collate_complexes
-from proteins.structures import Complex, parse_positions, read_structure
+from proteins.structures import Complex, describe_modified, parse_positions, read_structure
 from mpnn_cases import Atoms, refusal, write
 from proteins.letters import decode
 
@@ -114,6 +114,79 @@ ONE_CIF = Atoms().add("A", 1, "ALA").mmcif()
 def test_a_structure_file_that_cannot_be_read_is_refused_with_the_reason(
         tmp_path, name, content, says):
     assert says in refusal(write(tmp_path, content, name), read_structure)
+
+
+# ---- modified residues ----
+
+FORMATS = [("s.pdb", Atoms.pdb), ("s.cif", Atoms.mmcif)]
+
+
+def around(name, number=11, far=0.0, **options):
+    """ALA 10, this residue, GLY 12 of chain A, with CA 3.8 Angstrom apart; far: Angstrom more."""
+    atoms = Atoms()
+    for place, residue, how in ((10, "ALA", {}), (number, name, options), (12, "GLY", {})):
+        away = far if residue == name else 0.0
+        xyz = [(3.8 * place + k, float(k), away) for k in (-1, 0, 1, 2)]
+        atoms.add("A", place, residue, xyz=xyz, **how)
+    return atoms
+
+
+@pytest.mark.parametrize("file, text", FORMATS, ids=["PDB", "mmCIF"])
+@pytest.mark.parametrize("het", [False, True], ids=["ATOM", "HETATM"])
+def test_a_modified_residue_in_a_chain_has_the_letter_of_its_parent(tmp_path, file, text, het):
+    letters = {"MSE": "M", "SEP": "S", "TPO": "T", "PTR": "Y", "CSO": "C", "MLY": "K", "HYP": "P",
+               "KCX": "K", "DAL": "A", "SEC": "X", "PYL": "X", "UNK": "X", "ASX": "X", "GLY": "G"}
+    for name, letter in letters.items():
+        chain = read_text(tmp_path, file, text(around(name, het=het))).chains["A"]
+        assert decode(chain.S) == f"A{letter}G" and chain.resolved.all()
+        assert chain.numbers == ("10", "11", "12")
+
+
+@pytest.mark.parametrize("file, text", FORMATS, ids=["PDB", "mmCIF"])
+@pytest.mark.parametrize("options", [
+    {"name": "GLU", "far": 20.0}, {"name": "SEP", "far": 20.0}, {"name": "HEM"}, {"name": "HOH"},
+    {"name": " DA"}, {"name": "SEP", "atoms": ["CA"], "bare": True}],
+    ids=["an amino acid elsewhere", "a modified one elsewhere", "heme", "water", "DNA",
+         "no backbone"])
+def test_a_ligand_with_the_number_of_a_gap_leaves_it_a_gap(tmp_path, file, text, options):
+    if options.pop("bare", False):
+        atoms = Atoms(record for record in around(options["name"], het=True)
+                      if record[2] != "SEP" or record[3] == "CA")
+    else:
+        atoms = around(het=True, **options)
+    chain = read_text(tmp_path, file, text(atoms)).chains["A"]
+    assert decode(chain.S) == "AXG" and chain.numbers == ("10", None, "12")
+    assert chain.resolved.tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("file, text", FORMATS, ids=["PDB", "mmCIF"])
+@pytest.mark.parametrize("atoms, left_out", [
+    (around("PCA", 9, het=True), "PCA A9"), (around("MLY", 13, het=True), "MLY A13"),
+    (around("SEP", 10, het=True, code="A"), "SEP A10A")])
+def test_a_modified_residue_that_would_shift_the_rows_is_left_out_with_a_word(
+        tmp_path, file, text, atoms, left_out):
+    structure = read_text(tmp_path, file, text(atoms))
+    assert decode(structure.chains["A"].S) == "AXG"
+    assert left_out in describe_modified([structure])
+
+
+@pytest.mark.parametrize("file, text", FORMATS, ids=["PDB", "mmCIF"])
+@pytest.mark.parametrize("name", ["SEP", "SER"], ids=["of another name", "of its name"])
+def test_a_ligand_with_the_number_of_a_residue_does_not_count_as_a_second_one(
+        tmp_path, file, text, name):
+    atoms = around("SER")
+    atoms += [record for record in around(name, het=True) if record[2] == name]
+    structure = read_text(tmp_path, file, text(atoms.add("B", 1, "SEP", het=True)))
+    assert {name: decode(chain.S) for name, chain in structure.chains.items()} == {"A": "ASG"}
+    assert describe_modified([structure]) == ""
+
+
+def test_what_modified_residues_are_read_as_is_told_in_one_line(tmp_path):
+    structures = [read_text(tmp_path, f"{name}.pdb", around(name).pdb())
+                  for name in ("SEP", "UNK", "SER")]
+    assert describe_modified(structures) == (
+        "residues that are none of the 20 amino acids are read: SEP as S, UNK as X")
+    assert describe_modified(structures[2:]) == ""
 
 
 # ---- residues that would be lost ----

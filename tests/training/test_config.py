@@ -181,10 +181,11 @@ def test_the_first_value_of_a_file_that_does_not_fit_is_named(values, sentence):
     ("- a\n", "['a'] at the top"), ("# only a comment\n", "nothing (null) at the top"),
     ("optim:\n\tlr: 1\n", "line 2"),
     ("name: !!python/object:os.system {}\n", "not valid YAML"), ("? [a]\n: 1\n", "unhashable"),
-    ("name: Mülheim".encode("latin-1"), "cannot be read")])
+    ("name: Mülheim".encode("latin-1"), "Save it in this encoding")])
 def test_a_file_that_says_it_badly_is_refused_with_the_place(tmp_path, text, advice):
     message = refusal(tmp_path, text)
     assert "config.yaml" in message and advice in message
+    assert "Check the path" not in message and ".." not in message.replace("...", "")
 
 
 def test_the_command_line_prevails_over_the_file_and_its_last_word_over_its_first(tmp_path):

@@ -75,7 +75,8 @@ def test_a_look_whether_a_file_can_be_written_leaves_nothing(tmp_path):
 @pytest.mark.parametrize("make, message", [
     (lambda path: path.symlink_to("/dev/zero"), "is no file"), (os.mkfifo, "is no file"),
     (os.mkdir, "is no file"), (lambda path: path.write_bytes(b"x" * 11), "more than 10 bytes"),
-    (lambda path: path.write_bytes(b"a\xe9"), "is no text in UTF-8")])
+    (lambda path: path.write_bytes(b"a\xe9"), "is no text in UTF-8"),
+    (lambda path: path.write_text("a: 1", "utf-16"), "it begins as UTF-16 does")])
 def test_what_is_no_short_text_is_not_read_as_one(make, message, tmp_path):
     make(tmp_path / "config.yaml")
     with pytest.raises(ValueError, match=message):
