@@ -323,11 +323,20 @@ WHOLE = "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQ"
 
 @pytest.mark.parametrize("other", [
     WHOLE[5:],                                # other residues are resolved
+    WHOLE[10:18],                             # a small part
     WHOLE[:9] + "XXX" + WHOLE[12:],           # a gap
     WHOLE[:20] + "D" + WHOLE[21:],            # a mutant
     "GGSGGS" + WHOLE + "PPHHHHHH"])
 def test_a_relative_of_a_protein_held_out_is_found(other):
     assert relatives(WHOLE, "ACDEFGHIKLMNPQRSTVWY", other) == [("p0", "p2")]
+
+
+def test_of_several_relatives_the_nearest_is_named():
+    assert relatives(WHOLE, WHOLE, WHOLE[:16] + WHOLE[:15:-1]) == [("p0", "p1")]
+
+
+def test_gaps_of_two_proteins_make_no_relatives():
+    assert relatives("MKXXXX", "GHXXXX") == []
 
 
 @pytest.mark.parametrize("other", [WHOLE[::-1], "MKT", "XXXX"])

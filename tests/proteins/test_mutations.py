@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from proteins.mutations import place_all, read_mutations
+from proteins.mutations import place_all, place_on_sequences, read_mutations, scan_structure
 from mpnn_cases import refusal, write
 
 TABLE = "pdb_file,chain,mutation,ddg\n"
@@ -73,6 +73,26 @@ def test_context_is_that_of_the_line_then_the_option_then_all_or_none(
     path = write(small, f"pdb_file,mutation,chain,context\nsmall.pdb,M1A,{cells}\n", "t.csv")
     (protein,), _ = place_all(read_mutations(path), fixed=fixed, see_all=see_all)
     assert protein.complex.fixed == expected
+
+
+def test_the_chain_of_a_line_comes_before_that_of_the_option(small):
+    path = write(small, f"{TABLE}small.pdb,A,M1A,1\n", "t.csv")
+    (protein,), _ = place_all(read_mutations(path), chain="B")
+    assert protein.chain == "A"
+
+
+def test_a_sequence_may_be_in_lower_case(tmp_path):
+    (protein,), _ = place_on_sequences(read_mutations(
+        write(tmp_path, "sequence,mutation\nmkta,K2R\n", "t.csv")))
+    assert protein.sequence == "MKTA"
+    assert protein.changes == [[(1, 14)]]
+
+
+def test_a_scan_leaves_residues_out_that_lack_atoms_of_the_backbone(small):
+    protein, = scan_structure(small / "small.pdb", chains=["A"])
+    assert "6" in protein.structure.chains["A"].numbers
+    numbers = {mutation.number for variant in protein.variants for mutation in variant.mutations}
+    assert "5" in numbers and "6" not in numbers
 
 
 @pytest.mark.parametrize("row, said", [

@@ -1,6 +1,9 @@
 """Are the log-likelihoods of pairs right: by all masks and times, by the demo source's own?"""
 
+import functools
 import itertools
+import math
+import statistics
 from types import SimpleNamespace
 
 import numpy as np
@@ -100,6 +103,102 @@ def test_estimates_are_unbiased(graph_name, noise_name, share, texts):
     found = margin_variance(parts, batch["n_first"]).mean()
     assert float(found) > 0.3 * float((chosen - rejected).var())
 
+
+# ---- the noise of one pair, drawn often ----
+
+OFTEN = 400
+SHORT = pytest.mark.parametrize("rejected, differ", [("MRT", {1}), ("AKC", {0, 2})])
+
+
+@functools.cache
+def noised_often(chosen, rejected):
+    """[Noised] of a pair by so many keys, and how many levels are of the first kind. The number of
+    levels is odd, so that there are more of the second kind."""
+    bounds = PairBounds(make_graph("absorb", 21), make_noise("loglinear"), LETTER_COUNTS, samples=5)
+    noised = []
+    for key in range(OFTEN):
+        found, n_first = bounds.draw(pair(chosen, rejected, key), seed=0)
+        noised += found
+    return noised, n_first
+
+
+def hidden_by(one):
+    """The residues that a Noised hides."""
+    return tuple((one.xt != one.x0).nonzero()[:, 0].tolist())
+
+
+@SHORT
+def test_each_mask_counts_as_much_as_in_the_sum_over_all_masks(rejected, differ):
+    """The bound of 3 residues is the sum over masks of l residues of 1 / l / (3 choose l) h."""
+    noised, _ = noised_often("MKT", rejected)
+    expected = {mask: 1 / number / math.comb(3, number) for number in range(1, 4)
+                for mask in itertools.combinations(range(3), number)}
+    for side in range(2):
+        found = dict.fromkeys(expected, 0.0)
+        for one in noised:
+            if one.side == side:
+                found[hidden_by(one)] += one.factor / OFTEN
+        assert found == pytest.approx(expected, rel=0.15)
+
+
+@SHORT
+def test_levels_of_the_first_kind_hide_a_differing_residue_as_the_others_do_not(rejected, differ):
+    noised, n_first = noised_often("MKT", rejected)
+    for one in noised:
+        hides_some = not differ.isdisjoint(hidden_by(one))
+        assert hides_some == (one.level < n_first)
+
+
+@SHORT
+def test_the_noise_level_of_a_mask_is_that_at_which_so_many_are_hidden(rejected, differ):
+    """Of 3 uniform random numbers, the l-th smallest is l / 4 in the mean."""
+    noised, _ = noised_often("MKT", rejected)
+    for number in range(1, 4):
+        shares = [-math.expm1(-one.sigma) for one in noised if len(hidden_by(one)) == number]
+        assert statistics.mean(shares) == pytest.approx(number / 4, abs=0.04)
+
+
+def test_no_noise_level_is_beyond_those_of_training():
+    """Of some thousand uniform random numbers some are."""
+    limits = torch.tensor([TIME_EPS, 1.0], dtype=torch.float64)
+    bounds = PairBounds(make_graph("absorb", 21), make_noise("loglinear"), LETTER_COUNTS, 2000)
+    noised, _ = bounds.draw(pair("MKT", "MRT"), seed=0)
+    levels = [one.sigma for one in noised]
+    assert [min(levels), max(levels)] == make_noise("loglinear")(limits)[0].tolist()
+
+
+@torch.no_grad()
+def test_entropy_is_the_mean_over_hidden_residues_of_the_chosen_sequence():
+    bounds = PairBounds(make_graph("absorb", 21), make_noise("loglinear"), LETTER_COUNTS, samples=5)
+    pairs = [pair("MKTAGSLLEE", "MKTAPSLLEE"), pair("AKTAGSLL", "AKTAGSLLEEMK", 1)]
+    weights = torch.arange(1.0, 13.0)
+
+    def scores(xt):
+        """(..., L, 22), other ones for each sequence."""
+        total = (xt * weights[:xt.shape[-1]] * (xt != X_ID)).sum(-1)
+        return torch.sin(total[..., None, None] * torch.arange(22.0)).expand(*xt.shape, 22)
+
+    batch = bounds.batch(pairs, [0, 1], seed=0)
+    found = bounds.entropy(scores(batch["xt"]), batch)
+    for one, value in zip(pairs, found.tolist()):
+        entropies = []
+        for noised in bounds.draw(one, seed=0)[0]:
+            if noised.side == 0:
+                p = scores(noised.xt)[0, :20].softmax(-1)
+                entropies += [-float((p * p.log()).sum())] * len(hidden_by(noised))
+        assert value == pytest.approx(statistics.mean(entropies), rel=1e-5)
+
+
+def test_the_variance_of_a_margin_adds_that_of_each_kind_of_levels():
+    margins = [[1.0, 4.0, 2.0, 3.0, 7.0], [0.0, 5.0, 5.0, 1.0, 2.0]]
+    parts = torch.tensor([[(10 + margin, 10) for margin in row] for row in margins])
+    split, whole = margins
+    expected = [2 * statistics.variance(split[:2]) + 3 * statistics.variance(split[2:]),
+                5 * statistics.variance(whole)]
+    assert margin_variance(parts, torch.tensor([2, 0])).tolist() == pytest.approx(expected)
+
+
+# ---- the loss, the demo source ----
 
 def test_the_gradient_of_a_loss_is_that_of_the_exact_loss():
     graph = make_graph("absorb", 21)

@@ -137,6 +137,42 @@ def test_kept_scores_are_not_taken_for_a_base_of_equal_weights_and_other_setting
     torch.testing.assert_close(reference.table, reference.compute(data.train))
 
 
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """A folder with base weights, pairs, and their scores by the reference."""
+    folder = tmp_path_factory.mktemp("kept")
+    write_checkpoint(folder / "base.pt")
+    (folder / "pairs.json").write_text(json.dumps(made_entries(4)))
+    assert where_scores_come_from(folder) == "computed,"
+    return folder
+
+
+def where_scores_come_from(folder, **changed):
+    """The first word of what is told."""
+    scorer, data = scorer_of(settings(folder, data__val_fraction=0, **changed))
+    return Reference(scorer).fill_table(data.train, "hash", folder / "scores", "pairs").split()[0]
+
+
+@pytest.mark.parametrize("changed", [
+    {"estimator.share": False}, {"estimator.samples": 5}, {"training.seed": 1},
+    {"training.batch_size": 2}])
+def test_kept_scores_are_not_taken_after_a_change_of(changed, kept):
+    assert where_scores_come_from(kept, **changed) == "computed,"
+
+
+def test_kept_scores_are_taken_after_a_change_that_leaves_them(kept):
+    assert where_scores_come_from(kept, loss__beta=0.5) == "read"
+
+
+def test_residues_are_counted_without_unknown_ones(tmp_path):
+    write_checkpoint(tmp_path / "base.pt")
+    (tmp_path / "pairs.json").write_text(json.dumps(
+        [{"preferred_seq": "MKXXTA", "unpreferred_seq": "MRTA"}]))
+    scorer, data = scorer_of(settings(tmp_path, data__val_fraction=0))
+    batch = scorer.batch_maker(data.train)([0])
+    assert batch["n_scored"].tolist() == [4]
+
+
 def test_a_run_is_not_resumed_from_a_base_of_equal_weights_and_another_noise(made):
     run(settings(made, training__n_iters=1), made / "run")
     noise = {**NOISE, "eps": 2 * NOISE["eps"]}
