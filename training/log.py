@@ -27,6 +27,7 @@ from training.config import config_to_dict
 from training.files import naming, write_text_atomic
 from training.trackers import TensorBoard, Wandb
 
+DISK_FULL = 5.0         # seconds until a row is written once more
 LINE_SECONDS = 30       # between two lines of a log file that say how far some work is
 
 
@@ -89,13 +90,23 @@ class RunLog:
             if self.file is None:
                 self.file = open(self.path, "a", encoding="utf-8")
             self.file.write(json.dumps(row) + "\n")
-            self.file.flush()
+            self._flush()
         known = {name: value for name, value in row.items() if value is not None}
         working = []
         for tracker in self.trackers:
             if self._try(tracker.name, tracker.log, step, known):
                 working.append(tracker)
         self.trackers = working
+
+    def _flush(self):
+        """Write the row out; once more after some seconds if the disk is full, as that may pass."""
+        try:
+            self.file.flush()
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            time.sleep(DISK_FULL)
+            self.file.flush()   # of what it still holds
 
     def sync(self):
         """Wait until the rows are on disk. Call it before saving a checkpoint that follows them."""

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import os
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -28,7 +29,8 @@ def test_a_row_is_in_the_file_as_soon_as_metrics_returns_with_null_for_nan_and_i
     log.close()
 
 
-def test_an_error_for_want_of_room_names_the_file_of_rows(tmp_path):
+def test_an_error_for_want_of_room_names_the_file_of_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)    # it is full at the second try too
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     log = RunLog(tmp_path, True, 9)
     with pytest.raises(OSError, match="No space left on device: '.*metrics.jsonl'"):
@@ -116,3 +118,17 @@ def test_long_work_shows_a_bar_on_a_terminal(capsys, monkeypatch):
 def test_short_work_shows_nothing(capsys):
     list(show_progress("abcd", Ddp(), "reference, pairs"))
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_row_is_written_once_more_after_seconds_of_a_full_disk(tmp_path, monkeypatch):
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    log = RunLog(tmp_path, True, 9)
+
+    def make_room(_):
+        with open(tmp_path / "room", "ab") as file:
+            os.dup2(file.fileno(), log.file.fileno())
+
+    monkeypatch.setattr(time, "sleep", make_room)
+    log.metrics(1, {"loss": 2})
+    assert [row["step"] for row in read_rows(tmp_path / "room")] == [1]
+    log.close()
