@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dpo.mutation_pairs import Rules, pair_mutations
 from pairs_from_scores import main, make_pairs
 from proteins.letters import AMINO_ACIDS, decode, encode
 from proteins.mutations import Protein, find_relatives, read_mutations
@@ -32,6 +33,11 @@ def test_the_best_meet_the_worst_by_the_margin_and_up_to_the_cap():
     assert make_pairs(scores, 0, None, lower_is_better=True) == [("FFF", "AAA", 5),
                                                                  ("EEE", "CCC", 2.5)]
     assert make_pairs({"AAA": [1.0], "CCC": [1.0]}, 0, None) == []    # neither is better
+
+
+def test_a_difference_of_the_margin_makes_a_pair_whatever_its_rounding():
+    (chosen, rejected, _), = make_pairs({"AAA": [0.3], "CCC": [0.2]}, 0.1, None)
+    assert (chosen, rejected) == ("AAA", "CCC")
 
 
 def test_the_pairs_are_those_that_training_reads(tmp_path, capsys):
@@ -74,6 +80,23 @@ def test_the_cap_is_for_a_structure_and_context_chains_become_fixed_chains(tmp_p
         chains = [{key: entry[key] for key in entry if "chain" in key}
                   for entry in map(json.loads, lines)]
         assert chains == expected[:most]
+
+
+def test_the_weight_of_a_pair_is_its_difference_by_the_mean_of_all(tmp_path):
+    scores = {"AA": 0, "AC": 1, "AD": 2, "AE": 3, "AF": 4, "AG": 11}    # differences 11, 3 and 1
+    rows = "".join(f"x.pdb,{sequence},{score},A\n" for sequence, score in scores.items())
+    assert run(tmp_path, TABLE + rows, "--weights") == 0
+    weights = [entry["weight"] for entry in json.loads((tmp_path / "p.json").read_text())]
+    assert weights == pytest.approx([11 / 5, 3 / 5, 1 / 5], rel=1e-5)
+
+
+def test_no_weight_is_less_than_training_takes(tmp_path):
+    rows = "x.pdb,AA,0,A\nx.pdb,AC,1e9,A\ny.pdb,AA,0,A\ny.pdb,AC,1,A\n"
+    for name in ("x.pdb", "y.pdb"):
+        (tmp_path / name).write_text(Atoms().add("A", 1, "ALA").add("A", 2, "GLY").pdb())
+    (tmp_path / "t.csv").write_text(TABLE + rows)
+    assert main([str(tmp_path / "t.csv"), str(tmp_path / "p.json"), "--weights"]) == 0
+    assert [pair.weight for pair in read_pairs(tmp_path / "p.json")] == pytest.approx([2, 1e-6])
 
 
 def test_designs_without_a_score_are_left_out(tmp_path):
@@ -147,6 +170,19 @@ def test_each_mutant_meets_the_wild_type_at_the_positions_that_differ(small):
         {"pdb_file": "small.pdb", "chain_id": "A", "preferred_seq": "MRXXALA",
          "unpreferred_seq": "MKXXVLA", "mutable_positions": [1, 4]}]
     assert [pair.chain_M.sum() for pair in read_pairs(small / "p.json")] == [1, 2]
+
+
+def test_the_cap_of_mutations_is_for_a_structure_of_which_two_chains_are_mutated(small):
+    rows = "small.pdb,A,M1A,2\nsmall.pdb,A,K2R,1\nsmall.pdb,B,G10A,2\nsmall.pdb,B,W11A,1\n"
+    entries = pairs_of_table(small, DDG + rows, *MEASURED, "--per_structure", "3",
+                             "--against", "wild_type")
+    assert [entry["chain_id"] for entry in entries] == ["A", "A", "B"]
+
+
+def test_mutants_that_differ_by_the_margin_make_a_pair_whatever_its_rounding():
+    values = {((0, 1),): 0.3, ((0, 2),): 0.2}
+    found, = pair_mutations(values, Rules(against="mutants", margin=0.1), key=0)
+    assert (found.better, found.worse) == (((0, 1),), ((0, 2),))
 
 
 def test_in_each_round_each_mutant_meets_another(small):
@@ -375,6 +411,16 @@ def test_nothing_is_written_where_the_pairs_cannot_be(one_residue_each, capsys):
     assert main([str(one_residue_each / "m.csv"), str(folder), *MEASURED, "--hold_out", "0.2"]) == 2
     assert "is a folder or a device" in capsys.readouterr().err
     assert not (one_residue_each / "p_held_out.csv").exists()
+
+
+def test_the_table_held_out_does_not_overwrite_the_table_that_is_read(one_residue_each, capsys):
+    table = one_residue_each / "p_held_out.csv"
+    (one_residue_each / "m.csv").rename(table)
+    before = table.read_text()
+    pairs = one_residue_each / "p.json"
+    assert main([str(table), str(pairs), *MEASURED, "--hold_out", "0.2"]) == 2
+    assert "would overwrite" in capsys.readouterr().err
+    assert table.read_text() == before and not pairs.exists()
 
 
 @pytest.mark.parametrize("option, said", [

@@ -96,6 +96,13 @@ def test_the_score_is_the_mean_log_odds_of_the_residue_decoded_last():
     assert scores == pytest.approx([np.mean(expected), 0], abs=1e-5)
 
 
+def test_another_seed_draws_other_orders():
+    complex = random_complex()
+    of_seeds = [score_variants(sharp_model(), complex, [[(7, W)]], Scoring(n_orders=1, seed=seed))
+                for seed in range(2)]
+    assert abs(of_seeds[0] - of_seeds[1]) > 1e-3
+
+
 def test_several_mutations_are_decoded_along_the_chain_then_in_reverse():
     complex = random_complex()
     model = sharp_model()

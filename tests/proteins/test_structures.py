@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from mpnn.batches import collate_complexes
-from proteins.structures import Complex, describe_modified, parse_positions, read_structure
+from proteins.structures import (Chain, Complex, Structure, describe_modified, parse_positions,
+                                 read_structure)
 from mpnn_cases import Atoms, refusal, write
 from proteins.letters import decode
 
@@ -303,6 +304,15 @@ def test_a_file_larger_than_any_structure_is_refused_before_it_is_unpacked(
     assert "larger than 1 MiB" in said and "\n" not in said
 
 
+def test_the_key_of_a_structure_changes_with_its_coordinates():
+    def key(x):
+        place = np.full((1, 4, 3), x, np.float32)
+        chain = Chain(np.zeros(1, np.uint8), place, np.ones(1, bool), ("1",))
+        return Structure("s.pdb", {"A": chain}).key
+
+    assert key(1.0) == key(1.0) != key(1.5)
+
+
 # ---- positions on a command line ----
 
 @pytest.mark.parametrize("text, chains, positions, understood", [
@@ -317,8 +327,8 @@ def test_positions_are_read_by_number_or_by_index_with_a_note_that_says_which(
 
 
 @pytest.mark.parametrize("text", [
-    "A4", "C1", "", ", ", "A5-A2", "A1 A1", "A1-A3 A2", "A1 3", "9", "5-2", "-1", "A1-3", "1.5",
-    "A05", "99999999999"])
+    "A4", "C1", "", ", ", "A5-A2", "A1 A1", "A1-A3 A2", "A1 A5-A2", "A1 3", "9", "5-2", "-1",
+    "A1-3", "1.5", "A05", "99999999999"])
 def test_positions_that_are_not_there_or_of_two_kinds_are_refused(small, text):
     with pytest.raises(ValueError, match="position"):
         parse_positions(text, read_structure(small / "small.pdb"), ["A", "B"])

@@ -11,7 +11,7 @@ from ddp_setup import Ddp, load_checkpoint
 from toy_run import toy
 from training.config import CommonOptim, CommonTraining, config_to_dict
 from training.log import RunLog
-from training.loop import save_wanted
+from training.loop import Diverged, save_wanted
 from training.resume import (Former, check_checkpoint, check_data, check_progress,
                              count_micro_batches, find_checkpoint, hash_of, load_optimizer,
                              machine_differences, rate_of, save_run)
@@ -124,6 +124,16 @@ def test_the_checkpoint_before_is_enough(tmp_path):
     assert find_checkpoint(tmp_path, None, True) is None
 
 
+def test_a_folder_that_holds_a_run_takes_no_checkpoint_of_another(tmp_path):
+    for name in ("one", "other"):
+        (tmp_path / name / "checkpoints").mkdir(parents=True)
+        (tmp_path / name / "checkpoints" / "last.pt").touch()
+    own = tmp_path / "one" / "checkpoints" / "last-1.pt"
+    assert find_checkpoint(tmp_path / "one", own, False) == str(own)
+    with pytest.raises(ValueError, match="holds a run already, and --resume .* is of another"):
+        find_checkpoint(tmp_path / "one", tmp_path / "other" / "checkpoints" / "last.pt", False)
+
+
 @pytest.mark.parametrize("target", ["nowhere", "last.pt"])
 def test_a_link_that_leads_nowhere_is_no_sign_of_a_new_run(target, tmp_path):
     (tmp_path / "checkpoints").mkdir()
@@ -143,6 +153,18 @@ def test_a_run_that_is_begun_anew_does_not_heed_the_stop_of_the_former_one(tmp_p
     (tmp_path / "STOP").touch()
     (tmp_path / "config.yaml").touch()
     assert find_checkpoint(tmp_path, None, True) is None
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path):
+    """They can be so only after a bad step."""
+    run = toy()
+    run.config = Config()
+    run.work_dir = tmp_path
+    run.progress["bad_steps"] = [1, 1]
+    run.bare.weight.data[0, 1] = math.nan
+    with pytest.raises(Diverged, match="weights are nan or infinite"):
+        save_run(run, RunLog(tmp_path, True, 9), Ddp(), "last.pt")
+    assert not (tmp_path / "checkpoints").exists()
 
 
 def test_another_machine_is_told_by_what_may_change_the_last_bits():
@@ -217,7 +239,7 @@ def test_the_hash_of_weights_depends_on_names_and_numbers_and_not_on_their_order
     a = {"x": torch.ones(2), "y": torch.zeros(2)}
     assert hash_of(a) == hash_of({"y": torch.zeros(2), "x": torch.ones(2)})
     assert hash_of(a) != hash_of({"x": torch.zeros(2), "y": torch.zeros(2)})
-    assert hash_of(a) != hash_of({"z": torch.ones(2), "y": torch.zeros(2)})
+    assert hash_of(a) != hash_of({"w": torch.ones(2), "y": torch.zeros(2)})
 
 
 def test_the_rows_up_to_a_checkpoint_are_on_the_disk_before_it(tmp_path, disk_calls):
