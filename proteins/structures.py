@@ -30,6 +30,10 @@ from proteins.letters import LETTERS, X_ID, encode
 from proteins.seeds import content_key
 
 NAMES = "ALA CYS ASP GLU PHE GLY HIS ILE LYS LEU MET ASN PRO GLN ARG SER THR VAL TRP TYR".split()
+# Names that programs of molecular dynamics give to residues by their protons and bonds.
+PROTONATED = {"HID": "HIS", "HIE": "HIS", "HIP": "HIS", "HSD": "HIS", "HSE": "HIS", "HSP": "HIS",
+              "CYX": "CYS", "CYM": "CYS", "ASH": "ASP", "GLH": "GLU", "LYN": "LYS", "ARN": "ARG",
+              "TYM": "TYR"}
 BACKBONE = ("N", "CA", "C", "O")
 CA = BACKBONE.index("CA")
 CA_MODEL = "such as ca/v_48_020"        # for messages
@@ -41,6 +45,7 @@ ONE_PLACE = ("expected a different name for each chain, a different number or in
              "each residue, and a different letter for each alternative location")
 MAX_ANGSTROM = 100_000      # largest coordinate
 NEAR = 8.0                  # Angstrom, at most, between CA of neighbours: 3.8, in a bad model more
+CA_STEP = 3.8               # Angstrom, between CA atoms of residues that are bound
 MOST_LISTED = 10            # residues in a message
 MAX_ROWS = 100_000          # in a chain: no protein is as long, so more means wrong residue numbers
 MAX_MIB = 64                # of text: 800,000 atoms in a PDB file; reading takes ten times as much
@@ -139,8 +144,9 @@ def read_structure(path: str | Path, ca_only: bool = False) -> Structure:
     ATOM records are read, HETATM records of MSE (selenomethionine), and those of other amino acids
     where they fill a gap in the numbers of a chain: ligands do not, and the rows stay those of the
     official code. A residue whose name, in upper or lower case, is not one of the 20 has the letter
-    of its parent, or X if that is not known. Of several atoms of one name, or several residue
-    names, at a residue number (alternative locations, models) the first counts.
+    of its parent, or X if that is not known; HIE and the like are HIS (PROTONATED). Of several
+    atoms of one name, or several residue names, at a residue number (alternative locations, models)
+    the first counts.
     Nucleic acids become X rows without coordinates. mmCIF is read by author names and numbers, from
     _atom_site alone. What would be lost is refused: two residues of one number, two chains of one
     name. A number in columns 23 to 27 of a PDB file, such as 10000, is read.
@@ -166,6 +172,7 @@ def read_structure(path: str | Path, ca_only: bool = False) -> Structure:
     try:
         text = _read_text(path)
         text = text.removeprefix(b"\xef\xbb\xbf")   # the byte order mark of UTF-8
+        text = text.replace(b"\r", b"\n")   # some programs end lines with \r alone
         if b"\0" in text:   # a record that begins with one would be lost
             raise ValueError("it holds a zero byte, so it is binary, packed or damaged; expected "
                              "text, or gzip")
@@ -418,7 +425,13 @@ def _token_of(name):
 @functools.cache
 def _is_amino_acid(name):
     """Whether the name of a residue is that of an amino acid, perhaps a modified one."""
-    return gemmi.find_tabulated_residue(name.strip()).is_amino_acid()
+    return gemmi.find_tabulated_residue(_plain_name(name)).is_amino_acid()
+
+
+def _plain_name(name):
+    """A residue's name in upper case, without what it says of protons: HIS for HIE."""
+    name = name.strip().upper()
+    return PROTONATED.get(name, name)
 
 
 def _remove_ligands(models, ca_only):
@@ -559,7 +572,7 @@ def _make_chain(name, places, ca_only):
     for row, place in enumerate(rows):
         residues = places.get(place, [])
         if residues:
-            residue_name = residues[0].name.upper()
+            residue_name = _plain_name(residues[0].name)
             S[row] = _token_of(residue_name)
             if residue_name not in NAMES:
                 modified[row] = residue_name
@@ -577,16 +590,34 @@ def _make_chain(name, places, ca_only):
     label_numbers = tuple(None if number is None else str(number) for number in labels_of_mmcif)
     needed = known[:, [CA]] if ca_only else known
     resolved = needed.all((1, 2))
-    _check_coordinates(name, X[known], X[resolved, CA])
+    _check_coordinates(name, X, resolved)
     modified = {row: residue_name for row, residue_name in modified.items() if resolved[row]}
     return Chain(S, np.where(known, X, np.float32(0)), resolved, labels, modified, label_numbers)
 
 
-def _check_coordinates(name, numbers, centres):
-    """ValueError for coordinates of a chain that cannot be. centres: (n, 3) of its CA atoms."""
-    if len(numbers) and np.abs(numbers).max() > MAX_ANGSTROM:
-        raise ValueError(f"chain {name} has a coordinate of {np.abs(numbers).max():g}; expected "
-                         f"Angstrom, at most {MAX_ANGSTROM:,}")
-    if len(centres) > 1 and (centres == centres[0]).all():
-        raise ValueError(f"chain {name} has all its {len(centres)} residues at one place; expected "
-                         "their coordinates")
+def _check_coordinates(name, X, resolved):
+    """ValueError for coordinates of a chain that cannot be.
+
+    Args:
+        X:        (L, 4, 3) of N, CA, C, O in Angstrom; nan: not known.
+        resolved: (L,) bool.
+    """
+    known = np.isfinite(X)
+    if not known.all(2).any():
+        return
+    largest = np.abs(X[known]).max()
+    if largest > MAX_ANGSTROM:
+        raise ValueError(f"chain {name} has a coordinate of {largest:g}; expected Angstrom, at "
+                         f"most {MAX_ANGSTROM:,}")
+    # Some programs write 0 0 0 for atoms that they do not know.
+    places, counts = np.unique(X[known.all(2)], axis=0, return_counts=True)
+    if counts.max() > 1:
+        place = " ".join(f"{value:.3f}" for value in places[counts.argmax()])
+        raise ValueError(f"chain {name} has {counts.max()} backbone atoms at {place}; expected "
+                         "each at a place of its own. Leave out atoms that are not known")
+    steps = np.diff(X[:, CA], axis=0)[resolved[1:] & resolved[:-1]]
+    if len(steps):
+        step = np.median(np.linalg.norm(steps, axis=1))
+        if step < CA_STEP / 3:
+            raise ValueError(f"chain {name} has CA atoms of successive residues {step:.2f} apart "
+                             f"(median); expected about {CA_STEP}, in Angstrom. Nanometres?")

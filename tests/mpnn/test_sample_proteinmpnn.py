@@ -325,8 +325,8 @@ def test_structures_that_cannot_be_read_are_named_all_at_once(sample, pdb):
 
 def test_a_residue_that_is_none_of_the_20_is_told_by_its_name(sample, pdb):
     native = pdb.read_text()
-    pdb.write_text(native.replace(" HIS ", " HIE ").replace(" LYS ", " lyz "))
-    assert "20 amino acids are read: HIE as X, LYZ as X" in sample(pdb)[1]
+    pdb.write_text(native.replace(" HIS ", " HIX ").replace(" LYS ", " lyz "))
+    assert "20 amino acids are read: HIX as X, LYZ as X" in sample(pdb)[1]
     pdb.write_text(native)
     assert "are none of the 20" not in sample(pdb)[1]
 

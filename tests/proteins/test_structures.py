@@ -56,7 +56,9 @@ def test_rows_of_both_formats_hold_the_letters_and_atoms_of_the_file_and_nothing
     odd = b"REMARK \xe9\r\n" + "\r\n".join(lines).encode() + b"\r\nCONECT 1 2"
     for name, text in (("s.pdb", atoms.pdb()), ("s.cif", atoms.mmcif()), ("t.pdb", odd),
                        ("u.ent.gz", gzip.compress(atoms.pdb().encode())),
-                       ("v.pdb", "\ufeff" + atoms.pdb())):
+                       ("v.pdb", "\ufeff" + atoms.pdb()),
+                       ("w.pdb", atoms.pdb().replace("\n", "\r").encode()),
+                       ("x.cif", atoms.mmcif().replace("\n", "\r").encode())):
         chain, *others = read_text(tmp_path, name, text).chains.values()
         assert [decode(other.S) for other in others] == ["W"] * (atoms is GAPS)
         assert decode(chain.S) == letters and chain.X.dtype == np.float32
@@ -73,6 +75,25 @@ def test_names_of_residues_may_be_in_lower_case(tmp_path, text):
     atoms = Atoms().add("A", 1, "ala").add("A", 2, "Trp").add("A", 3, "mse", het=True)
     structure = read_text(tmp_path, "s.pdb" if text is Atoms.pdb else "s.cif", text(atoms))
     assert decode(structure.chains["A"].S) == "AWM"
+
+
+@pytest.mark.parametrize("text", [Atoms.pdb, Atoms.mmcif])
+def test_protons_and_bonds_in_the_name_of_a_residue_change_no_letter(tmp_path, text):
+    atoms = Atoms()
+    for number, name in enumerate(("HID", "HSE", "CYX", "ASH", "glh", "LYN"), start=1):
+        atoms.add("A", number, name, het=name == "ASH")
+    structure = read_text(tmp_path, "s.pdb" if text is Atoms.pdb else "s.cif", text(atoms))
+    assert decode(structure.chains["A"].S) == "HHCDEK" and not structure.chains["A"].modified
+
+
+@pytest.mark.parametrize("ca_only", [False, True])
+def test_coordinates_in_nanometres_are_refused(shared, tmp_path, ca_only):
+    structure = gemmi.read_structure(str(shared / "data" / "pdbs" / "5L33.pdb"))
+    for place in structure[0].all():
+        place.atom.pos = place.atom.pos / 10
+    path = write(tmp_path, structure.make_pdb_string(), "s.pdb")
+    with pytest.raises(ValueError, match="0.38 apart .* Nanometres"):
+        read_structure(path, ca_only)
 
 
 @pytest.mark.parametrize("name, text, said", [
@@ -101,8 +122,8 @@ ONE_CIF = Atoms().add("A", 1, "ALA").mmcif()
       for x in ("     inf", "     nan", "9.9e+300", "   0_1.2")),
     ("s.pdb", ONE.replace("A   1 ", "A   x "), "columns 23 to 26"),
     ("s.pdb", "".join(Atoms().add("A", i, "ALA").pdb() for i in (1, 1)), "residue A 1 comes twice"),
-    ("s.pdb", Atoms().add("A", 1, "ALA", xyz=[(0, 0, 0)] * 4).add(
-        "A", 2, "ALA", xyz=[(0, 0, 0)] * 4).pdb(), "all its 2 residues at one place"),
+    ("s.pdb", Atoms().add("A", 1, "ALA").add("A", 2, "ALA", xyz=[(0, 0, 0)] * 4).pdb(),
+     "4 backbone atoms at 0.000 0.000 0.000"),
     ("s.pdb.gz", gzip.compress(ONE.encode(), mtime=0)[:-9], "end-of-stream"),
     ("s.cif", ONE, "cannot be read"), ("s.cif", "data_x\n_a.b 1\n", "0 data blocks"),
     ("s.cif", Atoms().add("A", 1, "ALA").add("A", 900_000, "ALA").mmcif(), "100,000 rows"),
@@ -194,7 +215,8 @@ def test_what_modified_residues_are_read_as_is_told_in_one_line(tmp_path):
 
 CHAIN = Atoms().add("A", 104, "ALA").add("A", 105, "ARG").add("A", 106, "ILE").mmcif()
 OTHER = Atoms().add("B", 104, "LYS").add("B", 105, "LEU").add("B", 106, "VAL").mmcif()
-FAR = Atoms().add("B", 201, "LYS").add("B", 202, "LEU").mmcif()
+FAR = (Atoms().add("B", 201, "LYS", xyz=[(x, 99, 0) for x in range(4)])
+       .add("B", 202, "LEU", xyz=[(x, 99, 0) for x in range(4, 8)]).mmcif())
 
 
 def both(one, other, author="A"):
