@@ -934,9 +934,9 @@ def _start_mpi(env, limit):
     if claim.size is not None and (env.get("MASTER_ADDR") or claim.slurm_step):   # finds rank 0
         return None
     try:
-        import mpi4py
+        from mpi4py import rc   # an ImportError too for the empty folder of a former install
         if "mpi4py.MPI" not in sys.modules:
-            mpi4py.rc.finalize = False   # it would wait for all ranks at exit
+            rc.finalize = False   # it would wait for all ranks at exit
         with _time_limit(limit):   # MPI_Init waits for all ranks, without a limit
             from mpi4py import MPI
     except (ImportError, RuntimeError):   # RuntimeError: mpi4py found no MPI library

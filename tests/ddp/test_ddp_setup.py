@@ -6,6 +6,7 @@ import itertools
 import os
 import re
 import socket
+import sys
 import types
 from pathlib import Path
 
@@ -88,6 +89,15 @@ def test_every_launcher_is_known_by_its_variables(env, name, mpi):
     assert name in place.launcher
     assert (place.rank, place.world_size, place.local_rank) == (5, 8, 1)
     assert place.local_world_size in (4, None)
+
+
+def test_a_folder_that_an_mpi4py_has_left_behind_counts_as_none(tmp_path, monkeypatch):
+    (tmp_path / "mpi4py").mkdir()
+    (tmp_path / "mpi4py" / "__init__.py").touch()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "mpi4py"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert ddp_setup._start_mpi(FIFTH.hydra(), 60) is None
 
 
 @pytest.mark.parametrize("env, name", [
