@@ -429,7 +429,7 @@ def check_outputs(args, structures):
 
 
 def make_parser():
-    parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser = Parser(description=__doc__, allow_abbrev=False)
     add = parser.add_argument
     add("table", type=Path, help="CSV file")
     add("pairs", type=Path, help="JSON file to write")

@@ -14,7 +14,7 @@ from training.plot import draw, rows_of
 
 
 def main(argv):
-    parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser = Parser(description=__doc__, allow_abbrev=False)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder")
     parser.add_argument("--out", type=Path, help="PNG; default: curves.png in the first folder")
     try:

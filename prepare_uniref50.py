@@ -85,7 +85,7 @@ def main(argv=None):
 
 
 def parse(argv):
-    parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False,
+    parser = Parser(description=__doc__, allow_abbrev=False,
                     epilog="The top of prepare_uniref50.py has examples, and says what the folder "
                            "holds.")
     parser.add_argument("folder", type=Path, help="folder to create")

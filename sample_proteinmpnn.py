@@ -87,7 +87,7 @@ OTHER_FORMS = {
 def make_parser():
     """If an option has two names, the second is that of the published tool."""
     parser = Parser(
-        description=__doc__.split("\n")[0], allow_abbrev=False,
+        description=__doc__, allow_abbrev=False,
         epilog="docs/data.md explains scores, probabilities and the files of --out_folder.")
 
     def flag(*names, help):

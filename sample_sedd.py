@@ -331,7 +331,7 @@ def windows(row, longest, allowed):
 
 # ---------------------------------------------------------------- command line
 def make_parser():
-    parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False,
+    parser = Parser(description=__doc__, allow_abbrev=False,
                     epilog="See the top of this file for examples.")
     add = parser.add_argument
     add("checkpoint",

@@ -264,7 +264,7 @@ def describe(proteins, scorer):
 # ---- command ----
 
 def make_parser():
-    parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False,
+    parser = Parser(description=__doc__, allow_abbrev=False,
                     epilog="See the top of this file for examples, and docs/data.md for tables.")
     add = parser.add_argument
     add("weights", help="of SEDD: a checkpoint, run folder or exported folder; of ProteinMPNN: a "

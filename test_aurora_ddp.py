@@ -637,7 +637,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def read_arguments(argv):
-    parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser = Parser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
     add = parser.add_argument
     add("--preflight", action="store_true", help="check ranks, devices, versions, run folder")
     add("--claims", action="store_true", help="the same, and training itself (default)")

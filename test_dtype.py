@@ -398,7 +398,7 @@ def describe_rates(rows):
 
 
 def cli(argv):
-    parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser = Parser(description=__doc__, allow_abbrev=False)
     add_launch_arguments(parser)
     if "-h" in argv or "--help" in argv:
         parser.parse_args(["--help"])

@@ -585,7 +585,7 @@ SEVERAL_WORDS = ("data.mutable_positions", "data.mutable_ranges")   # their opti
 
 def read_arguments(argv):
     """(options, config) of a command line. Raises ValueError."""
-    parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False, config=Config,
+    parser = Parser(description=__doc__, allow_abbrev=False, config=Config,
                     epilog="Examples: top of train_dpo_ddp.py.")
     parser.add_argument("--config", help="YAML file; without it the defaults, in runs/dpo")
     parser.add_key_options(SEVERAL_WORDS)

@@ -536,7 +536,7 @@ def plan_memory(config, positions):
 # ---------------------------------------------------------------- main
 def read_arguments(argv):
     """(options, config) of a command line. Raises ValueError."""
-    parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False, config=Config,
+    parser = Parser(description=__doc__, allow_abbrev=False, config=Config,
                     epilog="Examples: top of train_sedd_ddp.py.")
     parser.add_argument("--config", required=True, help="YAML file")
     parser.add_key_options()

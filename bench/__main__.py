@@ -30,7 +30,8 @@ def describe_commands():
     """The help: a line for each command, which is the first one of its file."""
     lines = ["usage: python -m bench COMMAND [--help] [options]", ""]
     for name, module in COMMANDS.items():
-        lines.append(f"  {name:<9}{module.__doc__.splitlines()[0]}")
+        first_line = (module.__doc__ or "").partition("\n")[0]
+        lines.append(f"  {name:<9}{first_line}")
     return "\n".join(lines)
 
 

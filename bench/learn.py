@@ -193,7 +193,7 @@ def read_plan(path):
 def read_arguments(argv):
     """(Plan, folder). Raises: ValueError, OSError."""
     parser = Parser(prog="python -m bench learn", allow_abbrev=False,
-                    description=__doc__.split("\n")[0],
+                    description=__doc__,
                     epilog="The top of bench/learn.py says what the file holds.")
     parser.add_argument("file", help="YAML file of recipes")
     parser.add_argument("values", nargs="*", metavar="NAME=VALUE", help="of `given` in the file")

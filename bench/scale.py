@@ -285,7 +285,7 @@ def read_launches(path):
 
 def read_arguments(argv):
     """(options, config). Raises: ValueError."""
-    parser = Parser(prog="python -m bench scale", description=__doc__.split("\n")[0],
+    parser = Parser(prog="python -m bench scale", description=__doc__,
                     allow_abbrev=False, epilog="The top of bench/scale.py says what is measured.")
     add = parser.add_argument
     add("words", nargs="*", metavar="[sedd|dpo] section.key=value", help="script and overrides")

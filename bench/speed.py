@@ -544,7 +544,7 @@ def mpnn_samplers(folder, length, batch, ddp):
 def read_options(argv):
     """Options. Raises: ValueError."""
     parser = Parser(prog="python -m bench speed", allow_abbrev=False,
-                    description=__doc__.split("\n")[0],
+                    description=__doc__,
                     epilog="The top of bench/speed.py says what is measured.")
     add = parser.add_argument
     add("words", nargs="*", metavar="sedd|dpo|sample, section.key=value",

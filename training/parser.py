@@ -24,9 +24,11 @@ KEY_WIDTH = 26      # of these, for the name of a key and its default
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are ValueErrors, with what a misspelled option may mean."""
 
-    def __init__(self, *args, config=None, **options):
-        """config: the dataclass whose keys the command line sets with section.key=value, if any."""
-        super().__init__(*args, **options)
+    def __init__(self, *args, description=None, config=None, **options):
+        """description: of which the first line is shown; under python -OO a docstring is None.
+        config: the dataclass whose keys the command line sets with section.key=value, if any."""
+        first_line = (description or "").partition("\n")[0]
+        super().__init__(*args, description=first_line, **options)
         self.config = config
         self.given = []     # the arguments that are parsed
 

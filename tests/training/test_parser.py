@@ -45,6 +45,13 @@ optim:
 """ in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("description, shown", [("Draws.\n\nMore.", "Draws."), (None, "")])
+def test_help_shows_the_first_line_of_a_docstring_if_there_is_one(capsys, description, shown):
+    parser = Parser(prog="draw", description=description, add_help=False)
+    parser.print_help()
+    assert capsys.readouterr().out.split() == ["usage:", "draw", *shown.split()]
+
+
 @pytest.mark.parametrize("script", [train_sedd_ddp, train_dpo_ddp])
 def test_help_of_a_script_has_each_key_with_its_meaning_in_80_columns(script):
     lines = describe_keys(script.Config).split("\n")
