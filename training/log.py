@@ -227,6 +227,7 @@ def print_line(text, write=print) -> None:
         write(text, flush=True)
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.EIO):   # of a pipe, of a terminal
+            error.filename = "standard output"   # else a disk is full, and nobody knows which
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
