@@ -64,6 +64,16 @@ def test_scores_by_another_version_of_torch_are_computed_anew(folder, monkeypatc
     assert source_of(folder) == "computed,"
 
 
+def test_scores_of_another_kind_of_device_are_kept_in_another_file():
+    names = []
+    for kind in ("cpu", "cuda"):
+        model = random_proteinmpnn(0, hidden_size=8, n_encoder=1, n_decoder=1, num_edges=8)
+        scorer = ProteinMPNNScorer(Base(model, "random"), PAIRS, load_config(Config),
+                                   Ddp(device=torch.device(kind)))
+        names.append(Reference(scorer).file_name(PAIRS, "hash"))
+    assert names[0] != names[1]
+
+
 N = len(PAIRS)
 
 

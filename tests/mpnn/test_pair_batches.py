@@ -9,7 +9,7 @@ from proteins.structures import Complex, read_structure
 from mpnn_cases import keys, made
 from proteins.letters import encode
 from train_dpo_ddp import Loss
-from dpo.pair_plan import plan_epoch
+from dpo.pair_plan import PairPlan, plan_epoch
 
 
 # 234 pairs on 60 structures of 40 to 335 rows
@@ -41,9 +41,16 @@ def test_the_plan_follows_from_seed_with_epoch():
     assert len({str(first), str(pieces_of(epoch=1)), str(pieces_of(seed=1))}) == 3
 
 
-def test_pairs_are_in_other_company_in_another_epoch():
-    company = [{frozenset(piece) for piece in pieces_of(epoch=epoch)} for epoch in range(2)]
+@pytest.mark.parametrize("other", [{"epoch": 1}, {"seed": 1}])
+def test_pairs_are_in_other_company_in_another_epoch_or_by_another_seed(other):
+    company = [{frozenset(piece) for piece in pieces_of(**how)} for how in ({}, other)]
     assert len(company[0] & company[1]) < len(company[0]) / 4
+
+
+def test_a_plan_that_is_asked_for_again_is_that_of_its_epoch():
+    plan = PairPlan(MIXED, 0, 12, 2)
+    items = [plan.item_of(step, 0) for step in (0, plan.steps_per_epoch, 0)]
+    assert items[0] == items[2] and items[0][-1] != items[1][-1]
 
 
 def test_other_pairs_are_left_out_in_another_epoch():

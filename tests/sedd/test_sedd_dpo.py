@@ -242,6 +242,22 @@ def validated(ddp, folder):
     return values, drawn
 
 
+@torch.no_grad()
+def test_the_noise_of_the_margin_is_the_root_of_its_mean_variance_by_weight(made):
+    scorer, data = scorer_of(settings(made, monitoring__n_designs=0))
+    policy = moved(scorer.base.model).eval()
+    found = Validation(data.val, scorer, objective)(policy)["val/margin_noise"]
+    make = scorer.batch_maker(data.val)
+    total = 0.0
+    for number, pair in enumerate(data.val):
+        batch = scorer.prepare(make([number]))
+        variance = scorer.margin_variance(scorer(policy, batch), scorer(scorer.base.model, batch),
+                                          batch)
+        total += pair.weight * float(variance)
+    mean = total / sum(pair.weight for pair in data.val)
+    assert found == pytest.approx(math.sqrt(mean), rel=1e-4)
+
+
 @pytest.mark.slow
 def test_validation_is_the_same_on_two_ranks(made):
     assert on_ranks(2, "test_sedd_dpo", "validated(ddp, '.')", made) == validated(Ddp(), made)
