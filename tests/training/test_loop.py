@@ -107,6 +107,20 @@ def test_a_step_with_a_gradient_of_nan_is_bad_whatever_its_loss():
     assert moved == 0 and run.progress["bad_steps"] == [1, 1]
 
 
+@pytest.mark.parametrize("bad", range(2))
+def test_a_loss_of_nan_with_a_finite_gradient_is_bad_in_each_micro_batch(bad):
+    calls = []
+
+    def loss_nan_in_one(model, batch):
+        loss, sums = loss_of_toy(model, batch)
+        calls.append(loss)
+        return (loss + math.nan if len(calls) == bad + 1 else loss), sums
+
+    run = toy(micro_batches=2, optimizer="adamw")
+    _, _, moved = next(steps(run, 1, loss_of=loss_nan_in_one))
+    assert moved == 0 and run.progress["bad_steps"] == [1, 1]
+
+
 def a_step_with_a_nan_loss_on_rank_1(ddp, in_float16):
     """(how far it moved the weights of each rank, bad steps, scale of the loss)."""
     def nan_loss(model, batch):
