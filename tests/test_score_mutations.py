@@ -12,6 +12,7 @@ import torch
 import sample_proteinmpnn
 import sample_sedd
 import score_mutations
+from ddp_setup import Ddp
 from launchers import ROOT, fork_ranks
 from mpnn.demo import PHI_PSI, build_backbone
 from mpnn.model import random_proteinmpnn, to_checkpoint
@@ -130,6 +131,16 @@ def test_the_score_alone_is_subtracted(options, weights, score):
     assert np.subtract(scores_of(plain), scores_of(rows)) == pytest.approx(alone, abs=1e-4)
 
 
+def test_weights_of_a_correction_that_differ_between_ranks_are_noticed(folder):
+    torch.save(to_checkpoint(random_proteinmpnn(5, hidden_size=16, num_edges=6)), "third.pt")
+    hashes = set()
+    for correction in ("other.pt", "third.pt"):
+        args = score_mutations.read_arguments(
+            ["w.pt", "one.pdb", "--scan", "--correction_weights", correction])
+        hashes.add(score_mutations.load_scorer(args, Ddp()).weights)
+    assert len(hashes) == 2
+
+
 def test_a_scan_has_all_other_letters_of_the_wanted_positions(folder, score, command):
     command("w.pt", "two.pdb", "--scan", "--chains", "B", "--out", "s.csv", "--mutable_positions",
             "B10-B11")
@@ -228,6 +239,14 @@ def test_the_correlation_is_that_of_the_table_that_is_written(score):
     proteins, _ = place_on_sequences(read_mutations("m.csv", "ddg"))
     report = correlate_proteins(proteins, [np.array([float(row[-1]) for row in rows])], True)
     assert said.partition("written: s.csv\n")[2].splitlines()[1:] == report.lines()
+
+
+def test_the_last_weights_score_in_place_of_their_averages(score):
+    rows, _ = score("M1W\n", "wild.fasta", "--no_ema", weights="sedd.pt")
+    last, averages = (variant_scores(load_sedd("sedd.pt", ema), "MKTAYIAKQ", [[(0, 18)]])
+                      for ema in (False, True))
+    assert abs(last - averages) > 0.01
+    assert scores_of(rows) == pytest.approx(last, abs=1e-5)
 
 
 def test_a_model_needs_a_mask(score, folder):

@@ -19,8 +19,8 @@ from toy_run import Blocks, Rows, loss_of as loss_of_toy, steps, toy
 from training.config import CommonMonitoring
 from training.precision import compile_blocks
 from sedd.fast_cpu import FastSEDD
-from training.loop import (after_step, open_batches, read_totals, record_score,
-                           scale_for_batch, share_of, take_step)
+from training.loop import (after_step, eval_mode, global_gradient, open_batches, read_totals,
+                           record_score, scale_for_batch, share_of, take_step)
 from training_runs import (SCRIPTS, dataset_of, loss_of, losses, needs_pretended_device, on_ranks,
                            take_steps, train)
 
@@ -119,6 +119,26 @@ def test_a_loss_of_nan_with_a_finite_gradient_is_bad_in_each_micro_batch(bad):
     run = toy(micro_batches=2, optimizer="adamw")
     _, _, moved = next(steps(run, 1, loss_of=loss_nan_in_one))
     assert moved == 0 and run.progress["bad_steps"] == [1, 1]
+
+
+def test_random_numbers_of_a_micro_batch_hang_on_its_seed_alone():
+    drawn = []
+
+    def loss_that_draws(model, batch):
+        drawn.append(torch.rand(1).item())
+        return loss_of_toy(model, batch)
+
+    batches = [{**Rows()[0, micro], "seed": seed} for micro, seed in enumerate((7, 3, 7))]
+    global_gradient(toy().model, batches, loss_that_draws, Ddp())
+    assert drawn[0] == drawn[2] != drawn[1]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_model_goes_back_to_the_mode_that_it_had(training):
+    model = torch.nn.Linear(1, 1).train(training)
+    with eval_mode(model):
+        assert not model.training
+    assert model.training == training
 
 
 def a_step_with_a_nan_loss_on_rank_1(ddp, in_float16):
@@ -385,6 +405,7 @@ def test_where_totals_come_a_step_late_a_request_is_answered_by_one_checkpoint()
         _, save_due = after_step(run, late, at_once=False)
         due.append(save_due)
         if save_due:
+            assert run.pending is None      # what is saved counts the bad steps up to here
             run.config.training.snapshot_minutes = 1e9
     end_watch(ddp)
     assert due == [False, True, False, False]
