@@ -131,6 +131,18 @@ def test_the_score_alone_is_subtracted(options, weights, score):
     assert np.subtract(scores_of(plain), scores_of(rows)) == pytest.approx(alone, abs=1e-4)
 
 
+@pytest.mark.parametrize("other", [
+    ["--seed", "1"], ["--orders", "5"], ["--mutable_positions", "A10-A11"]])
+def test_what_ranks_have_to_share_changes_with(other, folder):
+    found = []
+    for options in ([], other):
+        args = score_mutations.read_arguments(["w.pt", "one.pdb", "--scan", *options])
+        scorer = score_mutations.load_scorer(args, Ddp())
+        proteins = score_mutations.read_scan(args, scorer)
+        found.append(score_mutations.inputs_of(args, scorer, proteins))
+    assert found[0] != found[1]
+
+
 def test_weights_of_a_correction_that_differ_between_ranks_are_noticed(folder):
     torch.save(to_checkpoint(random_proteinmpnn(5, hidden_size=16, num_edges=6)), "third.pt")
     hashes = set()

@@ -257,7 +257,9 @@ def test_the_minutes_until_a_checkpoint_begin_anew_with_each(tmp_path):
     run = toy()
     run.config = Config(training=CommonTraining(snapshot_minutes=2))
     run.work_dir = tmp_path
-    run.saved_at -= 130
+    run.saved_at -= 100
+    assert not save_wanted(run, Ddp())
+    run.saved_at -= 30
     assert save_wanted(run, Ddp())
     assert not save_wanted(run, Ddp(rank=1, world_size=2))   # the clock of rank 0 decides
     save_run(run, RunLog(tmp_path, True, 9), Ddp(), "last.pt")
