@@ -5,9 +5,10 @@
     python train_dpo_ddp.py --nproc_per_node 4 --train_data pairs.json loss.name=ipo
     python train_dpo_ddp.py --config configs/dpo.yaml --plan 1,2,4,8             # what scaling does
 
-Reads preference pairs and their structures (mpnn/pairs.py), published weights, and optionally a
-YAML config (keys: below, training/config.py and --help); with model.kind sedd, pairs
-of sequences and weights of SEDD instead (docs/dpo_sedd.md). Writes into the run folder
+Reads preference pairs and their structures (mpnn/pairs.py), or with loss.unit table a table of
+measured mutations (docs/data.md), published weights, and optionally a YAML config (keys: below,
+training/config.py and --help); with model.kind sedd, pairs of sequences and weights of SEDD instead
+(docs/dpo_sedd.md). Writes into the run folder
 (--output_dir, default runs/CONFIG_NAME): best_model.pt and latest_model.pt, which other ProteinMPNN
 tools (of SEDD: sample_sedd.py) read; metrics.jsonl, config.yaml, status.json; reference/KEY.pt
 (log-probabilities under the base weights); designs/step_N.fasta (sequences drawn at each
@@ -40,7 +41,7 @@ from dpo.pair_plan import PairPlan
 from dpo.reference import Reference, make_tables
 from dpo.scorer import Likelihoods, load
 from dpo.validation import Validation
-from mpnn.dpo import ProteinMPNNKind
+from mpnn.kind import ProteinMPNNKind
 from sedd.dpo import SeddKind
 from training.command_line import (add_run_arguments, exit_with, preparing, print_plan, ranks_meet,
                                    read_command)
@@ -160,6 +161,25 @@ class Loss:
     share_order: bool = key(False, kind="proteinmpnn",
                             help="same order for all pairs of a complex with the same designed "
                                  "positions: sequences they share are run once")
+    unit: Literal["pair", "table"] = key(
+        "pair", kind="proteinmpnn", help="of which training.batch_size counts: preference pairs, "
+                                         "or proteins with all their measured variants (section "
+                                         "table)")
+
+
+@dataclass
+class Table:
+    """Of loss.unit table. docs/data.md has the columns of a table of mutations."""
+    measured: str | None = key(None, flag="--measured", help="column of measured values")
+    better: Literal["lower", "higher"] | None = key(
+        None, flag="--better", help="values; ddG: lower, if positive values are destabilising")
+    wild_type: float | None = key(0.0, help="its value, as of ddG; fitness often gives it 1; null: "
+                                            "it is in no pair")
+    margin: float = key(0.0, least=0, help="least difference of the values of a pair")
+    weigh: bool = key(False, help="weigh pairs by their difference")
+    # Drawing some of many pairs adds little noise: 1,000 variants have only 1,000 scores.
+    most_pairs: int = key(100_000, least=1, most=10_000_000,
+                          help="of a protein; of more, so many are drawn anew in each epoch")
 
 
 @dataclass
@@ -219,6 +239,7 @@ class Config:
     training: Training = field(default_factory=Training)
     model: Model = field(default_factory=Model)
     loss: Loss = field(default_factory=Loss)
+    table: Table = field(default_factory=Table)
     estimator: Estimator = field(default_factory=Estimator)
     optim: Optim = field(default_factory=Optim)
     memory: Memory = field(default_factory=Memory)
@@ -240,6 +261,7 @@ def check_config(config: Config, without_data: bool = False) -> None:
                              "this key, leave it out.")
     problems = check_common(config)
     problems += check_loss(config.loss)
+    problems += check_table(config, without_data)
     if config.monitoring.n_designs == 1:
         problems.append("monitoring.n_designs is 1; expected 0, or 2 and more")
     problems += check_kind(config)
@@ -277,6 +299,26 @@ def check_loss(loss):
         if loss.gamma not in (0, Loss.gamma):
             problems.append(f"loss.gamma is {loss.gamma}, but loss.name {loss.name} does not use "
                             "it; expected it left out, or loss.name simpo")
+    return problems
+
+
+def check_table(config, without_data):
+    """Texts on keys of tables of mutations that are missing, or that loss.unit does not use."""
+    problems = []
+    loss = config.loss
+    if loss.unit == "table":
+        for name in ("sft", "share_order", "temperature"):
+            if getattr(loss, name) != getattr(Loss, name):
+                problems.append(f"loss.{name} is {getattr(loss, name)}, which is of whole "
+                                "sequences; expected it left out with loss.unit table")
+        for name, what in (("measured", "the column of measured values"),
+                           ("better", "lower or higher (ddG: lower, if positive values are "
+                                      "destabilising)")):
+            if getattr(config.table, name) is None and not without_data:
+                problems.append(f"table.{name} is not given; expected {what} for loss.unit table")
+    elif config.table != Table():
+        problems.append(f"keys of the section table are given, and loss.unit is {loss.unit}; "
+                        "expected loss.unit table, or none of them")
     return problems
 
 
@@ -420,6 +462,7 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
     bare = base.model.to(ddp.device)   # the policy
     base = base._replace(model=copy.deepcopy(bare).eval())
     scorer = kind.scorer(base, [*data.train, *(data.val or [])], config, ddp)
+    unit = unit_of(config)
     anew = kind.options_anew('FORMER' if resume else work_dir)
     check_checkpoint(former, config, anew)
     check_data(former, "pairs", data.fingerprint, anew)
@@ -449,7 +492,8 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
     load_weights(former, bare)
     optimizer = make_optimizer(bare, lr, config.optim, ddp)
     bare, optimizer = optimize_with_ipex(bare, optimizer, ddp)
-    model = wrap_ddp(bare, ddp, **vars(config.ddp))   # from here on with the weights of rank 0
+    # from here on with the weights of rank 0
+    model = wrap_ddp(scorer.module(bare), ddp, **vars(config.ddp))
     run = DpoRun(
         config=config, work_dir=work_dir, continued_from=former.path, fingerprint=data.fingerprint,
         bare=bare, model=model, dtype=dtype, optimizer=optimizer, scaler=grad_scaler(dtype, ddp),
@@ -460,14 +504,19 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
         sums=sums.to(ddp.device))
     load_optimizer(run, former)
     check_progress(run)
-    lines = describe_data(run, data, precision, ddp)
-    print_lines(ddp, lines + describe_run(run, former.state, "pairs", lr_batch, ddp))
+    lines = describe_data(run, data, precision, unit, ddp)
+    print_lines(ddp, lines + describe_run(run, former.state, unit, lr_batch, ddp))
     take_folder(run, ddp, fresh, ("checkpoints", "reference", "designs"))
     return run
 
 
-def describe_data(run, data, precision, ddp):
-    """Lines to print about model, data, loss and batch."""
+def unit_of(config):
+    """What training.batch_size counts, in words."""
+    return "proteins" if config.loss.unit == "table" else "pairs"
+
+
+def describe_data(run, data, precision, unit, ddp):
+    """Lines to print about model, data, loss and batch. unit: of the batch."""
     loss = run.config.loss
     n_parameters = sum(p.numel() for p in run.bare.parameters())
     terms = ""
@@ -485,7 +534,7 @@ def describe_data(run, data, precision, ddp):
             f"  {precision}; the reference is scored in float32",
             *data.description,
             f"loss: {loss.name}, beta {loss.beta:g}, {scoring}{terms}",
-            describe_batch(run, f"up to {run.config.training.batch_size:,} pairs", ddp)]
+            describe_batch(run, f"up to {run.config.training.batch_size:,} {unit}", ddp)]
 
 
 # ---------------------------------------------------------------- train
@@ -571,11 +620,12 @@ def report_step(run, log, totals, norm, ddp):
 # ---------------------------------------------------------------- plan
 def describe_plan(config, ranks):
     """Table of batch, learning rate and warm-up by ranks (text such as "1,2,4,8"). No device."""
-    numbers, head = plan_head(config.optim, ranks, "pairs")
+    unit = unit_of(config)
+    numbers, head = plan_head(config.optim, ranks, unit)
     table, problems = plan_table(config, numbers, config.training.batch_size,
-                                 f"{'effective batch (pairs)':>26}")
+                                 f"{f'effective batch ({unit})':>26}")
     return "\n".join([head, *table, *problems,
-                      "With fewer training pairs than that, the batch is all pairs.",
+                      f"With fewer training {unit} than that, the batch is all {unit}.",
                       *KINDS[config.model.kind].plan_memory(config)])
 
 

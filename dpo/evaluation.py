@@ -20,7 +20,8 @@ SUMS = ("loss", "preference_loss", "rewards/chosen", "rewards/rejected", "reward
 # Metric -> (title, decimals) of a column of the table at the end; a kind may lack some.
 COLUMNS = {"val/loss": ("loss", 4), "val/rewards/accuracies": ("accuracy", 3),
            "val/rewards/margins": ("margin", 3), "val/recovery": ("recovery", 3),
-           "val/kl": ("KL", 4), "val/margin_noise": ("noise", 3)}
+           "val/kl": ("KL", 4), "val/margin_noise": ("noise", 3),
+           "val/spearman": ("Spearman", 3)}
 SEEN = ("pairs", "residues")   # counts of what a run has trained on so far
 
 
@@ -88,7 +89,7 @@ def evaluate(run, log, values, epoch_began, ddp):
         text += f", validation {short_result(found)}"
         if not at_end:
             log.say(f"step {step:,}: validation {short_result(found)}")
-    elif float(epoch.count) and at_end:
+    elif float(epoch.count) and at_end and not run.reference.scorer.is_relative:
         sums = unpack_sums(epoch.sums.tolist())
         warn_of_fall(run, log, sums["rewards/chosen"] / sums["residues"] / run.config.loss.beta)
     if at_end:
@@ -125,7 +126,8 @@ def keep_best_of_training(run, log, values, ddp):
 def validate(run, log, ddp):
     """Metrics of the validation pairs and of designs for their structures. May print warnings."""
     values = run.validation(run.bare)
-    warn_of_fall(run, log, values["val/logps/chosen_per_residue"])
+    if not run.reference.scorer.is_relative:
+        warn_of_fall(run, log, values["val/logps/chosen_per_residue"])
     if run.validation.designs is not None:
         step = run.progress["step"]
         values.update(run.validation.designs(run.bare, step, run.work_dir, ddp))

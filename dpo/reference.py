@@ -35,10 +35,11 @@ class Reference:
         """Likelihoods under the base, in float32 also if the policy uses bfloat16."""
         scorer = self.scorer
         if not self.is_needed:
-            return Likelihoods(batch["n_scored"].new_zeros(len(batch["n_scored"]), *scorer.shape))
+            shape = scorer.shape or (2,)
+            return Likelihoods(batch["n_scored"].new_zeros(len(batch["n_scored"]), *shape))
         if self.table is not None:
             return Likelihoods(self.table[batch["pair_numbers"]])
-        if not scorer.starts_at_base:
+        if scorer.shape is not None and not scorer.starts_at_base:
             raise RuntimeError("this reference has its scores in a table, and there is none; "
                                "expected fill_table first (see make_tables)")
         return scorer.likelihoods(scorer.run_base(batch), batch)
@@ -74,6 +75,8 @@ class Reference:
 def make_tables(run, ddp: Ddp) -> None:
     """Score by the reference, or read from the run folder, what is the same in all epochs."""
     folder = run.work_dir / "reference"
+    if run.reference.scorer.shape is None:
+        return
     tables = []
     if run.reference.scorer.is_fixed:
         tables.append((run.reference, run.pairs, "training pairs"))

@@ -54,15 +54,17 @@ class Scorer:
     Args, and attributes of the same names:
         base: with its model on the device, in eval mode. pairs: all that will be scored; a batch
             has numbers, and the Scorer may need what belongs to them.
-    shape: of Likelihoods.parts without P. is_fixed: whether scores of training pairs under the base
-        are the same in all epochs. starts_at_base: whether the reference is the base itself, so
-        that policy and reference are equal before the first step. is_noisy: whether scores are
-        estimates.
+    shape: of Likelihoods.parts without P; None: no scores are kept, as items have several pairs.
+    is_fixed: whether scores of training pairs under the base are the same in all epochs.
+    starts_at_base: whether the reference is the base itself, so that policy and reference are equal
+        before the first step. is_noisy: whether scores are estimates. is_relative: whether scores
+        are ratios to the wild type's probability, so that they say nothing of likely sequences.
     """
     shape = (2,)
     is_fixed = False
     starts_at_base = True
     is_noisy = False
+    is_relative = False
 
     def __init__(self, base: Base, pairs: list, config: Any, ddp: Ddp):
         self.base = base
@@ -111,6 +113,11 @@ class Scorer:
         raise NotImplementedError
 
     # ---- what a kind of model may define ----
+
+    def module(self, model: torch.nn.Module) -> torch.nn.Module:
+        """What DDP wraps: a module with the parameters of `model`, whose forward pass `run`
+        calls."""
+        return model
 
     def run_base(self, batch: dict) -> Any:
         """As `run` of the base; called without gradients. What depends on the base alone may be

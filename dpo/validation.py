@@ -48,7 +48,9 @@ class Validation:
         total = self.weights.sum()
         named = unpack_sums(sums)
         values = metrics_of(sums[:len(SUMS)], total, "val/")
-        values["val/logps/chosen_per_residue"] = float(named["logps/chosen"] / named["residues"])
+        if not self.scorer.is_relative:
+            per_residue = named["logps/chosen"] / named["residues"]
+            values["val/logps/chosen_per_residue"] = float(per_residue)
         if len(sums) > len(SUMS):
             values["val/margin_noise"] = float((sums[-1] / total).sqrt())
         return {**values, **more}
@@ -63,13 +65,16 @@ class Validation:
         return (self.weights[:, None] * rows).sum(0)
 
     def metrics_of_batch(self, model, indices):
-        """(P, columns) float64, see sums_over_pairs."""
+        """(items, columns) float64, see sums_over_pairs."""
         scorer = self.scorer
         batch = scorer.prepare(self.make_batch(indices))
         base = self.reference(batch)
         likelihoods = scorer(model, batch)
         _, metrics = self.objective(likelihoods, batch, base.scores, scorer.config.loss)
         packed = pack(metrics)
+        if "share" in batch:    # several pairs of each item
+            rows = packed.new_zeros(len(indices), packed.shape[1])
+            return rows.index_add(0, batch["item"], batch["share"][:, None] * packed)
         if not scorer.is_noisy:
             return packed
         variance = scorer.margin_variance(likelihoods, base, batch).double()

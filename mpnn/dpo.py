@@ -1,4 +1,4 @@
-"""ProteinMPNN in training on preference pairs: its Kind and its Scorer (see dpo/scorer.py).
+"""ProteinMPNN in training on preference pairs: its Scorer (see dpo/scorer.py).
 
 A score is ln p of the designed residues of a sequence, decoded in an order of mpnn/batches.py, the
 same for both sequences of a pair, and for policy and base.
@@ -6,21 +6,16 @@ same for both sequences of a pair, and for policy and base.
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from dpo.pair_files import PairsOfRun
-from dpo.reference import WITHOUT_REFERENCE
-from dpo.scorer import Base, Kind, Likelihoods, Scorer
-from mpnn.base import load_base
+from dpo.scorer import Base, Likelihoods, Scorer
 from mpnn.batches import collate_complexes, make_batch, shared_context, to_device
 from mpnn.designs import Designs
 from mpnn.model import ALPHABET, Encoding, Graph, to_checkpoint
 from mpnn.pairs import Pair
-from mpnn.split import load_pairs
 from mpnn.variants import log_probs_alone
 from proteins.structures import Complex
 
@@ -29,59 +24,6 @@ TABLE_VERSION = 3       # see Scorer.table_settings
 # Bytes on the device for graphs of complexes and their encodings by the base: 9 MiB for a complex
 # of 300 residues and weights of the published size, so about 230 of these.
 MOST_KEPT = 2 * 2**30
-
-
-class ProteinMPNNKind(Kind):
-    """ProteinMPNN before its weights are there."""
-
-    def check(self, config: Any, without_data: bool) -> list[str]:
-        """Texts on where base weights and pairs come from, and on decoding orders."""
-        data = config.data
-        base = config.model.base_model_name
-        has_data = without_data or data.train_data is not None
-        problems = check_scores(config.loss)
-        if base != "random" and config.model.random != type(config.model.random)():
-            problems.append(f"model.random gives sizes, but model.base_model_name is {base}, a "
-                            "file with its own sizes; expected no model.random in the config, or "
-                            "base_model_name random")
-        if not has_data and base != "random":
-            problems.append("data.train_data is not given; expected a file of preference pairs "
-                            "(--train_data). Demo pairs are made for random weights only "
-                            "(configs/dpo_demo.yaml)")
-        for_files = (data.val_data, data.max_length, data.mutable_positions, data.mutable_ranges)
-        if not has_data and any(for_files):
-            problems.append("data.val_data, max_length, mutable_positions and mutable_ranges need "
-                            "pairs from a file, but data.train_data is not given; expected "
-                            "--train_data")
-        if data.mutable_positions is not None and data.mutable_ranges is not None:
-            problems.append("data.mutable_positions and data.mutable_ranges are given together; "
-                            "expected one of them")
-        return problems
-
-    def load_base(self, config: Any) -> Base:
-        return load_base(config)
-
-    def load_pairs(self, config: Any, base: Base | None, alive: Callable) -> PairsOfRun:
-        ca_only = base is not None and base.model.ca_only   # structures are read otherwise then
-        return load_pairs(config.data, config.training.seed, alive, ca_only)
-
-    def scorer(self, base: Base, pairs: list, config: Any, ddp: Any) -> "ProteinMPNNScorer":
-        return ProteinMPNNScorer(base, pairs, config, ddp)
-
-    def options_anew(self, folder: Path | str) -> str:
-        return f"--base_model_name best_model --base_model_dir {folder}"
-
-
-def check_scores(loss):
-    """Texts on loss.order and loss.reference."""
-    problems = []
-    if loss.order == "arange" and loss.n_orders != 1:
-        problems.append(f"loss.n_orders is {loss.n_orders}, but loss.order arange is a single "
-                        "order; expected 1")
-    if loss.name in WITHOUT_REFERENCE and loss.reference != type(loss).reference:
-        problems.append(f"loss.reference is {loss.reference}, but loss.name {loss.name} uses no "
-                        "reference; expected it left out, or another loss.name")
-    return problems
 
 
 # ---------------------------------------------------------------- scores

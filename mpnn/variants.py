@@ -25,6 +25,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from ddp_setup import Ddp, all_sum, note_progress
 from mpnn.batches import collate_complexes
@@ -51,9 +52,7 @@ def log_probs_decoded_last(model: ProteinMPNN, encoding: Encoding, S: Tensor, or
         positions: P residues, from 0.
     Returns: (P, 21) in nats.
     """
-    base = OneOrder(model, encoding, S, order)
-    chunks = torch.tensor(positions, dtype=torch.int64, device=S.device).split(AT_ONCE)
-    return torch.cat([base.log_probs_of_last(chunk) for chunk in chunks])
+    return OneOrder(model, encoding, S, order).log_probs(positions)
 
 
 class Scoring(NamedTuple):
@@ -130,26 +129,10 @@ def score_in_order(  # noqa: PLR0913  (what the numbers depend on)
     """Scores (n,) float64 by one decoding order. number: of the order, from 0."""
     S = torch.from_numpy(complex.S.astype(np.int64))[None].to(encoding.mask.device)
     order = variant_order(len(complex), scoring.seed, number).to(S.device)
-    scores = np.zeros(len(variants))
-    rows = sorted({row for variant in variants if len(variant) == 1 for row, _ in variant})
-    place = {row: k for k, row in enumerate(rows)}
-    if rows:
-        log_p = log_probs_decoded_last(model, encoding, S, order, rows).double().cpu().numpy()
-    for k, variant in enumerate(variants):
-        if len(variant) == 1:
-            (row, letter), = variant
-            scores[k] = log_p[place[row], letter] - log_p[place[row], complex.S[row]]
-    for mutated, members in by_rows(variants).items():
-        last = mutated if number % 2 == 0 else mutated[::-1]
-        letters = [dict(variants[k]) for k in members]
-        letters.insert(0, {row: int(complex.S[row]) for row in mutated})    # the wild type
-        log_p = []
-        for first in range(0, len(letters), scoring.batch_size):
-            chunk = letters[first:first + scoring.batch_size]
-            log_p.append(joint_log_prob(model, encoding, S, order, last, chunk))
-        log_p = np.concatenate(log_p)
-        scores[members] = log_p[1:] - log_p[0]
-    return scores
+    index = index_variants(variants, complex.S)
+    scores, _ = scores_in_order(model, encoding, S, order, index,
+                                Decoding(number % 2 == 1, scoring.batch_size))
+    return scores.cpu().numpy()
 
 
 @torch.no_grad()
@@ -197,37 +180,103 @@ def encode_complex(model, complex):
     return model.encode(model.graph(**tensors).to(next(model.parameters()).device))
 
 
-# ---- several mutations ----
+# ---- scores with gradients ----
 
-def by_rows(variants):
-    """{sorted mutated rows: numbers of the variants that have them} for several mutations."""
-    found = {}
-    for k, variant in enumerate(variants):
-        if len(variant) > 1:
-            rows = tuple(sorted(row for row, _ in variant))
-            found.setdefault(rows, []).append(k)
-    return found
+class VariantIndex(NamedTuple):
+    """Where the letters of N variants of a complex are found in log-probabilities.
+
+    rows:    the mutated ones of variants of one mutation, sorted: R.
+    single:  (4, n) int64, of each such variant: its number, the place of its row in `rows`, its
+             letter, and the wild type's.
+    several: of each set of rows that variants of several mutations have: the rows, sorted; the
+             numbers of the variants (m,) int64; letters (1 + m, rows) int64, the wild type first.
+    """
+    rows: list[int]
+    single: Tensor
+    several: list[tuple[tuple[int, ...], Tensor, Tensor]]
+
+
+def index_variants(variants: list[list[tuple[int, int]]], S: np.ndarray) -> VariantIndex:
+    """The VariantIndex of variants, each a list of (row, letter). S: (L,) the wild type."""
+    rows = sorted({row for variant in variants if len(variant) == 1 for row, _ in variant})
+    place = {row: k for k, row in enumerate(rows)}
+    single = []
+    members_of = {}     # rows of a variant of several mutations -> numbers of those that have them
+    for number, variant in enumerate(variants):
+        if len(variant) == 1:
+            (row, letter), = variant
+            single.append((number, place[row], letter, int(S[row])))
+        else:
+            mutated = tuple(sorted(row for row, _ in variant))
+            members_of.setdefault(mutated, []).append(number)
+    several = []
+    for mutated, members in members_of.items():
+        letters = [[int(S[row]) for row in mutated]]
+        for number in members:
+            letter_of = dict(variants[number])
+            letters.append([letter_of[row] for row in mutated])
+        several.append((mutated, torch.tensor(members), torch.tensor(letters)))
+    return VariantIndex(rows, torch.tensor(single, dtype=torch.int64).view(-1, 4).T, several)
+
+
+class Decoding(NamedTuple):
+    """How scores_in_order decodes.
+
+    in_reverse:   several mutations of a variant follow one another from the end of the complex.
+    batch_size:   variants of several mutations per pass.
+    saves_memory: compute the pass over single mutations again for its gradient.
+    """
+    in_reverse: bool = False
+    batch_size: int = 8
+    saves_memory: bool = False
+
+
+def scores_in_order(  # noqa: PLR0913  (what the numbers depend on)
+        model: ProteinMPNN, encoding: Encoding, S: Tensor, order: Tensor, index: VariantIndex,
+        how: Decoding) -> tuple[Tensor, Tensor]:
+    """ln p(mutant) - ln p(wild type) of variants, decoded last in one order, with gradients.
+
+    Args:
+        encoding: of one structure, without padding. S, order: (1, L) int64.
+        index:    of the variants.
+    Returns: (N,) float64 in nats, and the mean entropy () of a residue of index.rows given all
+        others, 0 without these.
+    """
+    n = index.single.shape[1] + sum(len(numbers) for _, numbers, _ in index.several)
+    scores = torch.zeros(n, dtype=torch.float64, device=S.device)
+    entropy = scores.new_zeros(())
+    if index.rows:
+        base = OneOrder(model, encoding, S, order)
+        log_p = base.log_probs(index.rows, how.saves_memory).double()
+        entropy = -(log_p.exp() * log_p).sum(-1).mean()
+        number, place, letter, native = index.single.to(S.device)
+        scores = scores.index_add(0, number, log_p[place, letter] - log_p[place, native])
+    for rows, numbers, letters in index.several:
+        last = rows[::-1] if how.in_reverse else rows
+        found = []
+        for chunk in letters.split(how.batch_size):
+            found.append(joint_log_prob(model, encoding, S, order, last, rows, chunk))
+        log_p = torch.cat(found)
+        scores = scores.index_add(0, numbers.to(S.device), log_p[1:] - log_p[0])
+    return scores, entropy
 
 
 def joint_log_prob(  # noqa: PLR0913  (what the number depends on)
-        model, encoding, S, order, last, letters):
+        model, encoding, S, order, last, rows, letters):
     """ln p (n,) float64 of letters at the rows `last`, which are decoded last, in this order.
 
-    letters: n dicts {row: letter}, whose keys are `last`."""
+    rows: the same ones in the order of `letters` (n, rows) int64."""
     is_last = torch.zeros_like(order[0], dtype=torch.bool)
     is_last[list(last)] = True
     others = order[0, ~is_last[order[0]]]
     order = torch.cat([others, order.new_tensor(last)])
     S = S.repeat(len(letters), 1)
-    for k, of_row in enumerate(letters):
-        for row, letter in of_row.items():
-            S[k, row] = letter
+    S[:, list(rows)] = letters.to(S.device)
     # All have the same context, so the decoder runs on it once.
     shared = SharedContext(designed=is_last.expand(len(S), -1),
                            context_row=order.new_zeros(len(S)), sequence=order.new_zeros(1))
     log_p = model.decode(encoding, S, order.expand(len(S), -1), shared=shared)[:, list(last)]
-    of_letters = log_p.gather(-1, S[:, list(last), None])[..., 0]
-    return of_letters.double().sum(1).cpu().numpy()
+    return log_p.gather(-1, S[:, list(last), None])[..., 0].double().sum(1)
 
 
 # ---- one pass for many residues ----
@@ -255,6 +304,18 @@ class OneOrder:
             if self.first_hidden is None:
                 self.first_hidden = hidden
             h_V = layer.update(h_V, hidden, self.present, self.mask)
+
+    def log_probs(self, rows: list[int], saves_memory: bool = False) -> Tensor:
+        """Log-probabilities (P, 21) of residues, each moved to the end of the order.
+
+        saves_memory: keep nothing of the pass for its gradient, and compute it again then."""
+        found = []
+        for moved in torch.tensor(rows, dtype=torch.int64, device=self.mask.device).split(AT_ONCE):
+            if saves_memory and torch.is_grad_enabled():
+                found.append(checkpoint(self.log_probs_of_last, moved, use_reentrant=False))
+            else:
+                found.append(self.log_probs_of_last(moved))
+        return torch.cat(found)
 
     def log_probs_of_last(self, moved):
         """Log-probabilities (P, 21) of residues moved (P,), each moved to the end of the order."""

@@ -21,6 +21,7 @@ FOR_LENGTHS = 3
 FOR_STEPS = 4
 FOR_DEMO = 5
 FOR_MUTATIONS = 6
+FOR_COUPLES = 7
 
 
 def keyed_generator(*parts) -> torch.Generator:

@@ -1,0 +1,180 @@
+"""Tables of measured mutations as training data: proteins with all their variants.
+
+    data = load_tables(config, place, alive)                    # PairsOfRun of VariantTables
+    couples = draw_couples(table.values, 0.3, 100_000, [FOR_MUTATIONS, seed, table.key, epoch])
+
+A micro-batch is some proteins. Of each, one pass of the model gives the scores of all variants, and
+the loss is the mean over pairs of its variants: all that differ by the margin, or as many as are
+drawn anew in each epoch. Values are compared within a protein alone, so proteins may be measured in
+other units. Reads the tables of proteins/mutations.py. No model here.
+"""
+import math
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dpo.pair_files import PairsOfRun, pairs_of_run, read_both
+from proteins.mutations import (Protein, describe_skipped, hold_out_proteins, measured_values,
+                                read_mutations)
+from proteins.seeds import content_key, random_words
+from proteins.structures import Complex
+from proteins.tables import describe_duplicates
+
+ALL_COUNT = 50      # variants of a protein from which it counts as 1; fewer: by their square root
+FEWEST = 20         # variants, of which some have to be worse than the wild type
+SELDOM = 0.05       # fraction of variants that a wild type is better than, if its value is wrong
+
+
+class VariantTable:
+    """A protein with the measured values of its variants.
+
+    variants: N lists of (row of the complex, letter). The wild type is no variant.
+    values:   (N + 1,) float64, higher is better; the last is that of the wild type, or nan: it is
+              in no pair.
+    weight:   of the protein in means over proteins.
+    key:      hash of all of the above, for seeds. shared_key: of the complex. length: its rows.
+    """
+
+    def __init__(self, name: str, complex: Complex, variants: list, values: np.ndarray):
+        self.name = name
+        self.complex = complex
+        self.shared_key = complex.key
+        self.length = len(complex)
+        self.variants = variants
+        self.values = values
+        self.weight = math.sqrt(min(len(variants) / ALL_COUNT, 1))
+        self.key = content_key(complex.key, repr(variants), values)
+
+
+
+def load_tables(config: Any, place: Callable, alive: Callable = lambda: None) -> PairsOfRun:
+    """The proteins to train on and to validate with.
+
+    Args:
+        config: with the sections data (train_data, val_data, val_fraction) and table.
+        place:  function of a MutationTable -> (Proteins, texts on variants that fit none).
+        alive:  called before each protein, to show a watchdog that reading continues.
+    Raises: ValueError that lists the problems of both files.
+    """
+    data = config.data
+    section = config.table
+    notes = []
+
+    def read(path):
+        table = read_mutations(Path(path), section.measured)
+        alive()
+        proteins, skipped = place(table)
+        tables = [make_table(protein, section) for protein in proteins]
+        check_wild_type(path, tables, section)
+        kept = [number for number, of_protein in enumerate(tables)
+                if has_couple(of_protein.values, section.margin)]
+        if not kept:
+            raise ValueError(f"{path}: no two variants of a protein differ in {section.measured} "
+                             f"by table.margin {section.margin:g} or more; expected some. Give a "
+                             "smaller margin, or more variants.")
+        notes.append(describe(path, proteins, tables, kept, section))
+        if skipped.variants:
+            notes.append(describe_skipped(table, skipped))
+        return [(proteins[number], tables[number]) for number in kept]
+
+    train, val = read_both(data, read)
+    if val is None and data.val_fraction:
+        rest, held_out = hold_out_proteins([protein for protein, _ in train], data.val_fraction)
+        held = {id(protein) for protein in held_out}
+        val = [both for both in train if id(both[0]) in held]
+        train = [both for both in train if id(both[0]) not in held]
+        notes.append(f"  {len(train):,} proteins for training, {len(val):,} for validation")
+    train = [table for _, table in train]
+    if val is not None:
+        val = [table for _, table in val]
+    content = [[table.key for table in part] for part in (train, val or [])]
+    return pairs_of_run(train, val, content, notes)
+
+
+def make_table(protein: Protein, section: Any) -> VariantTable:
+    """The VariantTable of a protein. Rows of one variant count by their mean."""
+    measured = measured_values(protein)
+    variants = sorted(measured)
+    values = [statistics.fmean(measured[variant]) for variant in variants]
+    wild_type = math.nan if section.wild_type is None else section.wild_type
+    sign = -1.0 if section.better == "lower" else 1.0
+    return VariantTable(protein.name, protein.complex, [list(each) for each in variants],
+                        sign * np.array([*values, wild_type]))
+
+
+def has_couple(values: np.ndarray, margin: float) -> bool:
+    """Whether two of the values differ by the margin."""
+    known = values[np.isfinite(values)]
+    return np.ptp(known) > 0 and np.ptp(known) >= least_difference(margin)
+
+
+def least_difference(margin):
+    """The margin, less what rounding may take."""
+    return margin * (1 - 1e-9)
+
+
+def draw_couples(values: np.ndarray, margin: float, most: int,
+                 seed: list) -> tuple[np.ndarray, np.ndarray]:
+    """Pairs of variants whose values differ by the margin.
+
+    Args:
+        values: (N,) float64, nan: in no pair.
+        margin: least difference.
+        most:   if there are more pairs than this, so many are drawn, of which those that differ by
+            less are left out.
+        seed:   of the draw, as of random_words.
+    Returns: (Q, 2) int64, the better variant first; (Q,) float64 differences, above 0.
+    """
+    known = np.flatnonzero(np.isfinite(values))
+    n = len(known)
+    if n * (n - 1) // 2 <= most:
+        one, other = np.triu_indices(n, 1)
+    else:
+        one, other = (random_words((2, most), seed) % np.uint64(n)).astype(np.int64)
+    one = known[one]
+    other = known[other]
+    difference = values[one] - values[other]
+    size = np.abs(difference)
+    differs = (size > 0) & (size >= least_difference(margin))
+    better = np.where(difference > 0, one, other)
+    worse = np.where(difference > 0, other, one)
+    return np.stack([better, worse], 1)[differs], size[differs]
+
+
+def check_wild_type(path, tables, section):
+    """ValueError if the wild type is worse than nearly all variants: a value that it does not have
+    would teach the opposite."""
+    if section.wild_type is None:
+        return
+    better = sum(int((table.values[:-1] < table.values[-1]).sum()) for table in tables)
+    total = sum(len(table.variants) for table in tables)
+    if total >= FEWEST and better < SELDOM * total:
+        raise ValueError(
+            f"{path}: the wild type, whose {section.measured} is taken as {section.wild_type:g}, "
+            f"is worse than {total - better:,} of {total:,} variants; expected it to be better "
+            "than some. Give its value in this table (such as table.wild_type=1 for many scores of "
+            "fitness), table.wild_type=null to leave it out, or the other value of table.better.")
+
+
+def describe(path, proteins, tables, kept, section):
+    """A line on a table and what is used of it. kept: numbers of the proteins that are."""
+    lengths = [table.length for table in tables]
+    n_variants = sum(len(table.variants) for table in tables)
+    several = sum(len(variant) > 1 for table in tables for variant in table.variants)
+    texts = [f"data: {path}: {n_variants:,} variants of {len(tables):,} protein(s), "
+             f"{min(lengths):,} to {max(lengths):,} residues each",
+             f"{section.measured}, {section.better} is better"]
+    if several:
+        texts.append(f"{several:,} of several mutations")
+    if section.wild_type is not None:
+        texts.append(f"wild type {section.wild_type:g}")
+    left_out = len(tables) - len(kept)
+    if left_out:
+        texts.append(f"{left_out:,} protein(s) without a pair that differs by the margin are left "
+                     "out")
+    values = [each for protein in proteins for each in measured_values(protein).values()]
+    texts += describe_duplicates(values, "variants", "their means count")
+    return "; ".join(texts)

@@ -1,0 +1,297 @@
+"""ProteinMPNN on tables of measured mutations: the Scorer of proteins with all their variants.
+
+A score is ln p(mutant letters) - ln p(wild-type letters) of the mutated residues, decoded last, as
+of score_mutations.py. Those of all single mutations of a protein are from one pass, in an order
+that is drawn anew in each epoch. loss.reference: base, the scores of the base weights in the same
+order; unfolded, those of the mutated residues alone.
+"""
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ddp_setup import seed_for
+from dpo.scorer import Base, Likelihoods, Scorer
+from dpo.tables import VariantTable, draw_couples
+from mpnn.batches import to_device
+from mpnn.designs import Designs
+from mpnn.dpo import ProteinMPNNScorer
+from mpnn.model import ALPHABET, Encoding, Graph, ProteinMPNN
+from mpnn.pairs import Pair
+from mpnn.variants import (Decoding, Scoring, VariantIndex, index_variants, score_alone,
+                           score_proteins, scores_in_order)
+from proteins.correlation import LEAST, spearman
+from proteins.seeds import FOR_COUPLES
+
+X = ALPHABET.index("X")
+# Rows of a complex from which the pass over its single mutations is computed twice, to keep its
+# activations out of memory. Measured: 286 rows need 1.7 GB, or 1.3 GB computed twice in 1.4 times
+# the time of a step; 512 rows 2.3 GB so.
+SAVES_MEMORY_FROM = 300
+
+
+class Work(NamedTuple):
+    """What a model computes of one protein.
+
+    graph: of its complex. S: (1, L) native letters. orders: (O, L). native_order: (1, L), or None:
+    the native sequence is not asked for. index: of its variants."""
+    graph: Graph
+    S: Tensor
+    orders: Tensor
+    native_order: Tensor | None
+    index: VariantIndex
+
+
+class Found(NamedTuple):
+    """What a model says of one protein: scores (N,) float64 of its variants and their entropy (),
+    see scores_in_order, means over orders; and log-probabilities (L, 21) of its native sequence, or
+    None."""
+    scores: Tensor
+    entropy: Tensor
+    native: Tensor | None
+
+
+class VariantPass(nn.Module):
+    """A ProteinMPNN whose forward pass scores variants: gradients of what goes through `forward`
+    are averaged by DDP."""
+
+    def __init__(self, model: ProteinMPNN):
+        super().__init__()
+        self.model = model
+
+    def forward(self, works: list[Work]) -> list[Found]:
+        return [self.score(self.model.encode(work.graph), work) for work in works]
+
+    def score(self, encoding: Encoding, work: Work) -> Found:
+        """Of one protein, whose encoding is given."""
+        saves_memory = work.S.shape[1] >= SAVES_MEMORY_FROM
+        scores = []
+        entropies = []
+        for number, order in enumerate(work.orders):
+            how = Decoding(in_reverse=number % 2 == 1, saves_memory=saves_memory)
+            of_order, entropy = scores_in_order(self.model, encoding, work.S, order[None],
+                                                work.index, how)
+            scores.append(of_order)
+            entropies.append(entropy)
+        native = None
+        if work.native_order is not None:
+            native, = self.model.decode(encoding, work.S, work.native_order)
+        return Found(torch.stack(scores).mean(0), torch.stack(entropies).mean(), native)
+
+
+class TableScorer(Scorer):
+    """Scores the pairs of variants in a micro-batch of proteins, Q of them for its P proteins.
+
+    What is of native sequences and designs is that of a ProteinMPNNScorer."""
+    shape = None            # each protein has another number of variants
+    is_relative = True
+
+    def __init__(self, base: Base, pairs: list[VariantTable], config: Any, ddp: Any):
+        super().__init__(base, pairs, config, ddp)
+        self.tables = {table.key: table for table in pairs}
+        self.of_natives = ProteinMPNNScorer(base, natives_of(pairs), config, ddp)
+        self.starts_at_base = config.loss.reference == "base"
+        self.indices = {key: index_variants(table.variants, table.complex.S)
+                        for key, table in self.tables.items()}
+        self.alone = {}     # key of a table -> its scores_alone
+
+    def batch_maker(self, pairs: list[VariantTable]) -> Callable:
+        return functools.partial(make_batch, pairs, self.config.loss, self.config.table,
+                                 self.config.training.seed)
+
+    def prepare(self, batch: dict) -> dict:
+        prepared = to_device(batch, self.ddp.device)
+        prepared["works"] = []
+        prepared["native_base"] = []
+        for key, orders, native_order in zip(batch["keys"], batch["orders"],
+                                             batch["native_orders"]):
+            work = self.work(key, orders, native_order)
+            prepared["works"].append(work)
+            if native_order is not None:
+                prepared["native_base"].append(self.native_of_base(key, work))
+        return prepared
+
+    def work(self, key, orders, native_order):
+        """The Work of a protein, on the device."""
+        complex = self.tables[key].complex
+        device = self.ddp.device
+        S = torch.from_numpy(complex.S.astype(np.int64))[None].to(device)
+        if native_order is not None:
+            native_order = native_order.to(device)
+        return Work(self.of_natives.graph([complex]), S, orders.to(device), native_order,
+                    self.indices[key])
+
+    @torch.no_grad()
+    def native_of_base(self, key, work):
+        """Log-probabilities (L, 21) of the native sequence under the base."""
+        encoding = self.of_natives.encoding([self.tables[key].complex])
+        return self.base.model.decode(encoding, work.S, work.native_order)[0]
+
+    def module(self, model: ProteinMPNN) -> VariantPass:
+        return VariantPass(model)
+
+    def run(self, model: nn.Module, batch: dict) -> list[Found]:
+        if isinstance(model, ProteinMPNN):
+            model = self.module(model)
+        return model(batch["works"])
+
+    def run_base(self, batch: dict) -> list[Found]:
+        found = []
+        for key, work in zip(batch["keys"], batch["works"]):
+            if self.starts_at_base:
+                encoding = self.of_natives.encoding([self.tables[key].complex])
+                work = work._replace(native_order=None)
+                found.append(self.module(self.base.model).score(encoding, work))
+            else:
+                scores = self.scores_alone(key)
+                found.append(Found(scores, scores.new_zeros(()), None))
+        return found
+
+    def likelihoods(self, output: list[Found], batch: dict) -> Likelihoods:
+        scores = []
+        for found in output:
+            scores += [found.scores, found.scores.new_zeros(1)]     # the wild type's is 0
+        parts = torch.cat(scores).float()[batch["couples"]]
+        entropy = torch.stack([found.entropy for found in output]).float()
+        kl = None
+        if output[0].native is not None:
+            kl = self.native_kl(output, batch)[batch["item"]]
+        return Likelihoods(parts, entropy[batch["item"]], kl)
+
+    def native_kl(self, output, batch):
+        """(P,) mean KL divergence of a model from the base per residue of the native sequence of
+        each protein, in nats, as of mpnn/dpo.py."""
+        means = []
+        for found, base, work in zip(output, batch["native_base"], batch["works"]):
+            divergence = (base.exp() * (base - found.native)).sum(-1)
+            known = work.graph.mask[0] & (work.S[0] != X)
+            means.append((divergence * known).sum() / known.sum().clamp(min=1))
+        return torch.stack(means)
+
+    @torch.no_grad()
+    def scores_alone(self, key):
+        """(N,) float64 scores of the mutated residues alone under the base."""
+        if key not in self.alone:
+            table = self.tables[key]
+            scores = score_alone(self.base.model, table.complex, table.variants)
+            self.alone[key] = torch.from_numpy(scores).to(self.ddp.device)
+        return self.alone[key]
+
+    def file_content(self, model: ProteinMPNN, epoch: int, step: int) -> dict:
+        return self.of_natives.file_content(model, epoch, step)
+
+    def describe(self) -> tuple[str, str, str]:
+        name, more, scoring = self.of_natives.describe()
+        table = self.config.table
+        weighed = ", weighed by their differences" if table.weigh else ""
+        return name, more, (f"{scoring}, pairs of variants that differ by {table.margin:g} or more"
+                            f"{weighed}, up to {table.most_pairs:,} of a protein")
+
+    def designs(self, pairs: list[VariantTable]) -> Designs:
+        return Designs(natives_of(pairs), self.of_natives)
+
+    def more_metrics(self, model: ProteinMPNN, pairs: list[VariantTable]) -> dict:
+        """As of ProteinMPNNScorer, and the mean over proteins of Spearman's rank correlation of the
+        scores, as of score_mutations.py by one order, with the measured values."""
+        correction = None if self.starts_at_base else self.base.model
+        seed = self.config.training.seed
+        scores = score_proteins(model, [table.complex for table in pairs],
+                                [table.variants for table in pairs], Scoring(1, seed), correction,
+                                ddp=self.ddp)
+        found = [spearman_of(of_table, table.values[:-1]) for of_table, table in zip(scores, pairs)]
+        found = [value for value in found if np.isfinite(value)]
+        metrics = self.of_natives.more_metrics(model, natives_of(pairs))
+        if found:
+            metrics["val/spearman"] = float(np.mean(found))
+        return metrics
+
+
+def spearman_of(scores, values):
+    """Spearman's correlation of (N,) numbers, nan for fewer than LEAST."""
+    if len(scores) < LEAST:
+        return np.nan
+    return spearman(np.unique(scores, return_inverse=True)[1],
+                    np.unique(values, return_inverse=True)[1])
+
+
+def natives_of(tables: list[VariantTable]) -> list[Pair]:
+    """A pair of the native sequence with itself of each table."""
+    pairs = []
+    for table in tables:
+        native = table.complex.S[:table.complex.n_designed]
+        pairs.append(Pair(table.complex, native, native, np.ones(len(native), bool)))
+    return pairs
+
+
+# ---------------------------------------------------------------- batches
+def make_batch(tables: list[VariantTable], loss: Any, section: Any,  # noqa: PLR0913  (the config's)
+               seed: int, indices: list[int], epoch: int | None = None) -> dict[str, Any]:
+    """The random choices for P proteins: decoding orders, and Q pairs of their variants.
+
+    Args:
+        loss, section: the config's sections loss and table.
+        epoch: None: the same choices at each call.
+    Returns: dict of
+        keys           list of P int, of the tables.
+        orders         list of P tensors (O, L) int64. native_orders: list of P tensors (1, L), or
+                       of None, without loss.native_kl.
+        couples        (Q, 2) int64, the better and the worse variant, counted through all proteins,
+                       of which each has its wild type after its variants.
+        item           (Q,) int64, the pair's protein, 0 to P - 1.
+        share          (Q,) float32, weight of the pair in the mean of its protein.
+        pair_weight    (Q,) float32, the same times the protein's weight.
+        n_scored       (Q,) float32, residues that are mutated in one variant or in both.
+    """
+    batch = {"keys": [], "orders": [], "native_orders": []}
+    parts = {"couples": [], "item": [], "share": [], "pair_weight": [], "n_scored": []}
+    first = 0               # number of a protein's first variant
+    for item, index in enumerate(indices):
+        table = tables[index]
+        batch["keys"].append(table.key)
+        batch["orders"].append(orders_of(table, loss, seed, epoch))
+        native_order = None
+        if loss.native_kl:
+            native_order = shuffled(table, seed_for(seed, "native", table.key, epoch))[None]
+        batch["native_orders"].append(native_order)
+        draw = [FOR_COUPLES, seed, table.key, -1 if epoch is None else epoch]
+        couples, differences = draw_couples(table.values, section.margin, section.most_pairs, draw)
+        weights = differences if section.weigh else np.ones(len(couples))
+        share = weights / max(weights.sum(), 1e-300)
+        parts["couples"].append(couples + first)
+        parts["item"].append(np.full(len(couples), item))
+        parts["share"].append(share.astype(np.float32))
+        parts["pair_weight"].append((table.weight * share).astype(np.float32))
+        parts["n_scored"].append(count_mutated(table, couples).astype(np.float32))
+        first += len(table.values)
+    for name, of_proteins in parts.items():
+        batch[name] = torch.from_numpy(np.concatenate(of_proteins))
+    return batch
+
+
+def orders_of(table, loss, seed, epoch):
+    """(n_orders, L) decoding orders of all residues; of arange (1, L)."""
+    if loss.order == "arange":
+        return torch.arange(table.length)[None]
+    if loss.order == "fixed":
+        epoch = None
+    orders = [shuffled(table, seed_for(seed, "order", table.key, epoch, number))
+              for number in range(loss.n_orders)]
+    return torch.stack(orders)
+
+
+def shuffled(table, seed):
+    """(L,) int64: the rows of a protein in a random order."""
+    return torch.randperm(table.length, generator=torch.Generator().manual_seed(seed))
+
+
+def count_mutated(table, couples):
+    """(Q,) number of residues that are mutated in one variant of a pair or in both."""
+    is_mutated = np.zeros((len(table.values), table.length), bool)
+    for number, variant in enumerate(table.variants):
+        is_mutated[number, [row for row, _ in variant]] = True
+    is_mutated = is_mutated[:, is_mutated.any(0)]       # the rows that some variant has
+    better, worse = couples.T
+    return (is_mutated[better] | is_mutated[worse]).sum(1)

@@ -1,0 +1,333 @@
+"""dpo/tables.py, mpnn/tables.py: the loss over all pairs of a table's variants is that of each."""
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from ddp_setup import Ddp
+from dpo.pair_plan import PairPlan
+from dpo.reference import Reference
+from dpo.scorer import Base
+from dpo.tables import VariantTable, draw_couples
+from dpo.validation import Validation
+from mpnn.dpo import ProteinMPNNScorer
+from mpnn.model import random_proteinmpnn
+from mpnn.pairs import Pair
+from mpnn.tables import SAVES_MEMORY_FROM, TableScorer
+from proteins.letters import AMINO_ACIDS, LETTERS
+from proteins.structures import read_structure
+from test_train_dpo import SMALL, TINY, run, write_pairs
+from test_variants import random_complex
+from train_dpo_ddp import Config, MicroBatchDataset, micro_batch_loss, objective, preference_loss
+from training.config import load_config
+from training.loop import MicroBatchSampler
+from training_runs import (  # noqa: F401 (the fixture one_thread)
+    assert_refused, gradients, on_ranks, one_thread, rows, same_run, words)
+
+TABLE = {"loss.unit": "table", "table.measured": "ddg", "table.better": "lower"}
+
+
+def config_of(**more):
+    return load_config(Config, None, words({**TINY, **TABLE, "training.batch_size": 2}, **more))
+
+
+def table_of(complex, variants, wild_type=0.0):
+    """A VariantTable with made values."""
+    values = np.random.default_rng(len(variants)).normal(size=len(variants) + 1)
+    values[-1] = wild_type
+    return VariantTable("made", complex, variants, values)
+
+
+def letters_at(complex, row):
+    """All variants of one row."""
+    return [[(row, letter)] for letter in range(20) if letter != complex.S[row]]
+
+
+def small_tables():
+    """Of other lengths, one with a context chain and unresolved rows, some variants of several
+    mutations, of one without a value of the wild type."""
+    one = random_complex(12)
+    two = random_complex(16, unresolved=(3, 4), second=5)
+    three = random_complex(14)
+    four = random_complex(13)
+    return [
+        table_of(one, letters_at(one, 2)[:5] + letters_at(one, 7)[:3]),
+        table_of(two, [*letters_at(two, 8)[:4], [(1, 0), (8, 5)], [(1, 2), (8, 5)],
+                       [(0, 1), (5, 2), (9, 3)]]),
+        table_of(three, letters_at(three, 0)[:3], wild_type=np.nan),
+        table_of(four, [[(2, 3), (4, 6)], [(2, 5), (4, 8)]])]
+
+
+def networks(config, tables, ddp=Ddp()):
+    """(policy, TableScorer) with other weights than its base."""
+    (policy, base) = (random_proteinmpnn(k, **SMALL) for k in (2, 1))
+    return policy, TableScorer(Base(base.eval(), "random"), tables, config, ddp)
+
+
+# ---- the loss ----
+
+@pytest.mark.parametrize("reference", ["base", "unfolded"])
+@pytest.mark.parametrize("rows_of", [(5,), (2, 9)])
+def test_the_loss_and_its_gradient_are_those_of_the_same_pairs_one_by_one(reference, rows_of):
+    """All variants of the same residues, so that a pair designs these and no others."""
+    complex = random_complex(20)
+    draw = np.random.default_rng(0)
+    variants = {tuple((row, int(letter)) for row, letter in zip(rows_of, letters))
+                for letters in draw.integers(0, 20, (7, len(rows_of)))}
+    table = table_of(complex, [list(variant) for variant in sorted(variants)])
+    config = config_of(loss__order="arange", loss__reference=reference, table__margin=0.4)
+    policy, scorer = networks(config, [table])
+    couples, _ = draw_couples(table.values, 0.4, 1000, [0])
+    assert 5 < len(couples) < 28
+    sequences = []
+    for variant in [*table.variants, []]:
+        letters = complex.S.copy()
+        for row, letter in variant:
+            letters[row] = letter
+        sequences.append(letters)
+    designed = np.isin(np.arange(len(complex)), rows_of)
+    pairs = [Pair(complex, sequences[better], sequences[worse], designed)
+             for better, worse in couples]
+    one_by_one = config_of(loss__order="arange", loss__reference=reference, loss__unit="pair",
+                           table__measured="null", table__better="null")
+    of_pairs = ProteinMPNNScorer(scorer.base, pairs, one_by_one, Ddp())
+    plain = Reference(of_pairs)
+    plain.table = plain.compute(pairs)
+    batch = scorer.batch_maker([table])([0], epoch=0)
+    found = loss_and_gradient(policy, Reference(scorer), batch, config)
+    batch = of_pairs.batch_maker(pairs)(range(len(pairs)), epoch=0)
+    expected = loss_and_gradient(policy, plain, batch, one_by_one)
+    assert found[0] == pytest.approx(expected[0], rel=1e-5)
+    for a, b in zip(found[1], expected[1], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(b.norm()) + 1e-9)
+
+
+def loss_and_gradient(model, reference, batch, config):
+    """(mean loss of a batch, its gradients)."""
+    loss, _ = micro_batch_loss(model, batch, reference, config, Ddp(), torch.float32)
+    loss = loss / batch["pair_weight"].sum()
+    return loss.item(), torch.autograd.grad(loss, [*model.parameters()])
+
+
+def test_a_long_protein_computed_twice_has_the_same_loss_and_gradient(monkeypatch):
+    import mpnn.tables
+    complex = random_complex(20)
+    table = table_of(complex, letters_at(complex, 3) + letters_at(complex, 11))
+    assert len(complex) < SAVES_MEMORY_FROM
+    config = config_of()
+    policy, scorer = networks(config, [table])
+    batch = scorer.batch_maker([table])([0], epoch=0)
+    kept = loss_and_gradient(policy, Reference(scorer), batch, config)
+    monkeypatch.setattr(mpnn.tables, "SAVES_MEMORY_FROM", 1)
+    again = loss_and_gradient(policy, Reference(scorer), batch, config)
+    assert kept[0] == again[0] and all(map(torch.equal, kept[1], again[1]))
+
+
+# ---- pairs ----
+
+def test_pairs_are_all_that_differ_by_the_margin_with_the_better_first():
+    couples, differences = draw_couples(np.array([1.0, 3.0, 1.5, np.nan, 2.0]), 1.0, 100, [0])
+    assert sorted(map(tuple, couples.tolist())) == [(1, 0), (1, 2), (1, 4), (4, 0)]
+    assert dict(zip(map(tuple, couples.tolist()), differences)) == {
+        (1, 0): 2.0, (1, 2): 1.5, (1, 4): 1.0, (4, 0): 1.0}
+
+
+def test_equal_values_are_no_pair_without_a_margin():
+    couples, _ = draw_couples(np.array([1.0, 1.0, 2.0]), 0.0, 100, [0])
+    assert sorted(map(tuple, couples.tolist())) == [(2, 0), (2, 1)]
+
+
+def test_of_many_pairs_some_are_drawn_evenly_and_anew_by_the_seed():
+    values = np.arange(60.0)
+    drawn = [draw_couples(values, 10.0, 500, [seed])[0] for seed in (0, 0, 1)]
+    assert drawn[0].tolist() == drawn[1].tolist() != drawn[2].tolist()
+    assert (values[drawn[0]] @ [1, -1] >= 10).all()
+    expected = 500 * (50 * 51 / 2) / (60 * 60 / 2)
+    assert len(drawn[0]) == pytest.approx(expected, rel=0.15)
+
+
+def test_the_wild_type_is_a_variant_only_if_it_has_a_value():
+    complex = random_complex(12)
+    for value, takes_part in ((0.0, True), (np.nan, False)):
+        table = table_of(complex, letters_at(complex, 4), wild_type=value)
+        _, scorer = networks(config_of(), [table])
+        couples = scorer.batch_maker([table])([0], epoch=0)["couples"]
+        assert (couples == len(table.variants)).any() == takes_part
+
+
+def test_pairs_weighed_by_their_difference_have_the_weight_of_their_protein_in_all():
+    complex = random_complex(12)
+    table = table_of(complex, letters_at(complex, 4))
+    _, scorer = networks(config_of(table__weigh=True), [table])
+    batch = scorer.batch_maker([table])([0], epoch=0)
+    differences = table.values[batch["couples"]] @ [1, -1]
+    expected = table.weight * differences / differences.sum()
+    assert batch["pair_weight"].numpy() == pytest.approx(expected, rel=1e-5)
+    assert table.weight == pytest.approx((19 / 50)**0.5)
+
+
+# ---- on ranks, validation, runs ----
+
+def plain_loss(model, batch, scorer, config, tables, indices):
+    """(sum of weight x loss, sum of weights) over the pairs of a batch, each variant scored by a
+    pass of its own."""
+    total = weights = 0.0
+    start = 0
+    for p, index in enumerate(indices):
+        table = tables[index]
+        orders = batch["orders"][p]
+        scores = [[plain_score(m, table, variant, orders) for variant in [*table.variants, []]]
+                  for m in (model, scorer.base.model)]
+        end = start + len(table.values)
+        for (better, worse), weight in zip(batch["couples"].tolist(), batch["pair_weight"]):
+            if start <= better < end:
+                numbers = [side[k - start][None] for side in scores for k in (better, worse)]
+                loss = preference_loss(numbers[0], numbers[1], numbers[2].detach(),
+                                       numbers[3].detach(), None, config.loss)
+                total = total + weight * loss[0]
+                weights = weights + weight
+        start = end
+    return total, weights
+
+
+def plain_score(model, table, variant, orders):
+    """ln p(mutant) - ln p(wild type) of the mutated residues, last in an order, () float64."""
+    if not variant:
+        return torch.zeros((), dtype=torch.float64)
+    complex = table.complex
+    X, mask, residue_idx, chain_id = (torch.from_numpy(np.asarray(x))[None] for x in (
+        complex.X, complex.mask.astype(np.float32), complex.residue_idx, complex.chain_id))
+    encoding = model.encode(model.graph(X, mask, residue_idx, chain_id))
+    rows_of = sorted(row for row, _ in variant)
+    total = 0.0
+    for number, order in enumerate(orders.tolist()):
+        last = rows_of if number % 2 == 0 else rows_of[::-1]
+        order = [row for row in order if row not in last] + last
+        for sign, letters in ((1, dict(variant)), (-1, {})):
+            S = torch.from_numpy(complex.S.astype(np.int64))[None].clone()
+            for row, letter in letters.items():
+                S[0, row] = letter
+            log_p = model.decode(encoding, S, torch.tensor(order)[None])[0]
+            total = total + sign * log_p[rows_of, S[0, rows_of]].sum()
+    return total / len(orders)
+
+
+def gradients_of(ddp, by_definition=False):
+    """See training_runs.gradients, of four micro-batches of proteins a step, in float64. By the
+    definition: each variant scored by itself."""
+    tables = small_tables() + [table_of(random_complex(n), [[(1, 4)], [(5, 6)]])
+                               for n in (17, 18, 19, 20)]
+    config = config_of(loss__n_orders=2, table__margin=0.2)
+    policy, scorer = networks(config, tables, ddp)
+    policy = policy.double()
+    scorer.base.model.double()
+    reference = Reference(scorer)
+    plan = PairPlan(tables, 0, 4, config.training.batch_size)
+    make_batch = scorer.batch_maker(tables)
+
+    def loss_of(model, batch):
+        return micro_batch_loss(model, batch, reference, config, ddp, torch.float32)
+
+    def whole(step):
+        total = weights = 0.0
+        for _, _, epoch, indices in (plan.item_of(step, k) for k in range(4)):
+            batch = make_batch(indices, epoch=epoch)
+            loss, weight = plain_loss(policy, batch, scorer, config, tables, indices)
+            total = total + loss
+            weights = weights + weight
+        return total / weights
+
+    return gradients(scorer.module(policy), MicroBatchSampler(plan.item_of, 4, ddp, 0, 2),
+                     MicroBatchDataset(make_batch, 0), loss_of, ddp,
+                     whole if by_definition else None)
+
+
+def test_any_number_of_ranks_makes_the_gradient_of_the_mean_over_pairs(tmp_path):
+    expected = gradients_of(Ddp(), by_definition=True)
+    for n in (1, 2, 4):
+        found = on_ranks(n, "test_tables", "gradients_of(ddp)", tmp_path)
+        for a, b in zip(found, expected, strict=True):
+            for name in b:
+                torch.testing.assert_close(a[name], b[name], rtol=1e-5,
+                                           atol=1e-5 * float(b[name].norm()) + 1e-9)
+
+
+def test_validation_is_the_mean_over_proteins_of_the_means_of_their_pairs():
+    tables = small_tables()
+    config = config_of()
+    policy, scorer = networks(config, tables)
+    found = Validation(tables, scorer, objective)(policy)
+    total = weights = 0.0
+    for index, table in enumerate(tables):
+        batch = scorer.batch_maker(tables)([index])
+        loss, weight = plain_loss(policy, batch, scorer, config, tables, [index])
+        total += loss.item()
+        weights += weight.item()
+    assert found["val/loss"] == pytest.approx(total / weights, rel=1e-4)
+    same = Validation(tables, scorer, objective)(copy.deepcopy(scorer.base.model))
+    assert same["val/loss"] == pytest.approx(np.log(2), abs=1e-6)
+
+
+# ---- runs from a file ----
+
+def write_table(folder, name="table.csv", residues=14, shift=0):
+    """Write a table of all letters at some rows of three structures, and the structures. Low values
+    are of letters at the beginning of the alphabet, so that there is something to learn."""
+    write_pairs(folder, residues)
+    lines = ["pdb_file,mutation,ddg"]
+    for number in range(3):
+        structure = read_structure(folder / f"s{number}.pdb")
+        chain = structure.chains["A"]
+        for row in (2, 9):
+            native = LETTERS[chain.S[row]]
+            for place, letter in enumerate(AMINO_ACIDS):
+                if letter != native:
+                    mutation = f"{native}{int(chain.numbers[row]) + shift}{letter}"
+                    lines.append(f"s{number}.pdb,{mutation},{place - 10}")
+    (folder / name).write_text("\n".join(lines) + "\n")
+    return folder / name
+
+
+def config_for(folder, **more):
+    return config_of(data__train_data=write_table(folder), table__wild_type="null",
+                     data__val_fraction=0, **more)
+
+
+def test_a_resumed_run_on_tables_equals_an_uninterrupted_one(tmp_path):
+    often = dict(training__eval_freq=3, training__snapshot_freq=3, table__most_pairs=300,
+                 training__accum=1, loss__native_kl=0.1)
+    run(config_for(tmp_path, training__n_iters=5, **often), tmp_path / "whole")
+    run(config_for(tmp_path, training__n_iters=3, **often), tmp_path / "parts")
+    run(config_for(tmp_path, training__n_iters=5, **often), tmp_path / "parts")
+    same_run(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_training_on_a_table_ranks_its_variants(tmp_path):
+    table = write_table(tmp_path)
+    run(config_for(tmp_path, data__val_data=table, training__accum=1, training__n_iters=20,
+                   optim__lr=1e-2), tmp_path / "run")
+    before, *_, after = [row["val/spearman"] for row in rows(tmp_path / "run")
+                         if "val/spearman" in row]
+    assert after > max(before, 0.8)
+
+
+def test_a_table_that_cannot_be_used_is_refused_and_leaves_nothing(tmp_path):
+    write_table(tmp_path)
+    write_table(tmp_path, "shifted.csv", shift=1)
+    (tmp_path / "equal.csv").write_text("pdb_file,mutation,ddg\n" + "".join(
+        line.rpartition(",")[0] + ",1\n"
+        for line in (tmp_path / "table.csv").read_text().splitlines()[1:]))
+    base = "model.base_model_name=random data.val_fraction=0 --output_dir new --train_data "
+    unit = " loss.unit=table table.measured=ddg table.better=lower"
+    assert_refused("train_dpo_ddp", [
+        (base + "table.csv loss.unit=table", "table.measured is not given",
+         "table.better is not given"),
+        (base + "table.csv --measured ddg --better lower", "loss.unit is pair"),
+        (base + "table.csv", "loss.unit=table"),
+        (base + "table.csv" + unit + " loss.sft=1", "loss.sft is 1.0"),
+        (base + "table.csv" + unit.replace("ddg", "dG"), "dG"),
+        (base + "table.csv" + unit + " table.margin=100", "table.margin 100"),
+        (base + "table.csv" + unit + " table.wild_type=1e3", "table.wild_type=null"),
+        (base + "equal.csv" + unit + " table.wild_type=null", "no two variants"),
+        (base + "shifted.csv" + unit, "With every number 1 smaller")], tmp_path)
