@@ -62,20 +62,24 @@ def describe_misnumbered(chains: list[NamedSites], example: str = "") -> str:
     Args:
         chains:  that share one mistake, if there is one.
         example: text on a variant that does not fit.
-    Returns: "" if the variants that fit may be taken: if they are more than those that contradict,
-        or as many (such as none) and no other numbering explains more; or of fewer than FEWEST.
+    Returns: "" if the variants that fit may be taken: if they are most; or, where no other
+        numbering of the chain explains more, not fewer than those that contradict; or of fewer than
+        FEWEST.
     """
     verdicts = Counter(agrees(sites, named.structure.chains[named.chain])
                        for named in chains for sites in named.variants)
     n = verdicts.total()
     n_fit = verdicts[True]
-    if n < FEWEST or n_fit > verdicts[False]:
+    n_contradict = verdicts[False]
+    if n < FEWEST or n_fit > n - n_fit:
         return ""
     found = f"{n - n_fit:,} of {n:,} variants do not fit, such as {example}; expected most to fit."
     better = find_numbering(chains)
-    if better is not None and count_fitting(chains, better) > n_fit:
+    explains = better is not None and count_fitting(chains, better) > n_fit
+    # Another chain may be a copy of which more is resolved, and then nothing contradicts.
+    if explains and (better.chain is None or n_fit <= n_contradict):
         return f"{found} {describe_fitting(chains, better)}."
-    if n_fit == verdicts[False]:
+    if n_fit >= n_contradict:
         return ""
     return (f"{found} No shift of the numbers and no other chain explains it: is this the right "
             "protein?")
@@ -127,7 +131,8 @@ def find_numbering(chains: list[NamedSites]) -> Numbering | None:
             del candidates[named.chain]
         sites = {site for site in itertools.chain(*named.variants)
                  if not agrees([site], candidates[None])}
-        n_sites += len(sites)
+        # A shift puts each site on another residue: no more can fit than there are.
+        n_sites += min(len(sites), max(len(chain.S) for chain in candidates.values()))
         for kind, (name, chain) in itertools.product((OF_FILE, OF_LABELS, COUNTED),
                                                      candidates.items()):
             place.setdefault((kind, name), len(place) + 1)
@@ -141,6 +146,11 @@ def find_numbering(chains: list[NamedSites]) -> Numbering | None:
     best = min(fitting, key=log_chance, default=None)
     if best is None or log_chance(best) > math.log(BY_CHANCE):
         return None
+    if best.kind == COUNTED:    # often it is just a shift, which is easier to follow
+        shifts = [numbering for numbering in fitting if numbering.kind == OF_FILE
+                  and numbering.chain == best.chain and fitting[numbering] == fitting[best]
+                  and count_fitting(chains, numbering) == count_fitting(chains, best)]
+        best = min(shifts, key=log_chance, default=best)
     return best
 
 

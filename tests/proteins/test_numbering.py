@@ -75,6 +75,30 @@ def test_residues_that_are_counted_are_known():
     assert "Counted from 1 over the residues of the file, with every number 1 larger, all" in text
 
 
+def test_residues_that_are_counted_in_a_file_without_gaps_are_told_as_a_shift():
+    chain = chain_of(TEXT, numbered(11))
+    text = describe_misnumbered([named(sites_of(TEXT, numbered(1)), A=chain)])
+    assert "With every number 10 larger, all do" in text
+
+
+def test_a_shift_is_told_where_little_is_resolved():
+    part = chain_of(TEXT[:12], numbered(1, 12))
+    text = describe_misnumbered([named(sites_of(TEXT, numbered(2)), A=part)])
+    assert "every number 1 smaller, 12 do" in text
+
+
+def test_a_numbering_that_finds_absent_residues_counts_against_half_that_fit():
+    chain = chain_of(TEXT, (*numbered(1, 30), *numbered(101, 50)))
+    text = describe_misnumbered([named(sites_of(TEXT, numbered(1)), A=chain)])
+    assert "50 of 80 variants do not fit" in text
+    assert "Counted from 1 over the residues of the file, all do" in text
+
+
+def test_a_copy_of_the_chain_with_more_residues_is_no_evidence():
+    chains = {"A": chain_of(TEXT[:30], numbered(1, 30)), "B": chain_of(TEXT, numbered(1))}
+    assert describe_misnumbered([named(sites_of(TEXT, numbered(1)), **chains)]) == ""
+
+
 def test_an_insertion_code_stays_where_numbers_are_shifted():
     numbers = (*numbered(1, 40), "40A", "40B", *numbered(41, 38))
     shifted = (*numbered(8, 40), "47A", "47B", *numbered(48, 38))
