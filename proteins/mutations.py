@@ -26,6 +26,7 @@ import numpy as np
 
 from proteins.letters import AMINO_ACIDS, LETTERS, decode, encode
 from proteins.numbering import NamedSites, describe_misfits, describe_misnumbered
+from proteins.sequences import is_nucleotides
 from proteins.structures import (Chain, Complex, Structure, numbers_near, parse_positions,
                                  read_structure)
 from proteins.tables import (MAX_LISTED, check_cells, read_rows, read_table_text, refuse_all,
@@ -290,8 +291,11 @@ def add_all_letters(protein, row, number, cells):
 
 
 def protein_of_sequence(name, text):
-    """A Protein of a sequence alone, without variants. ValueError for other letters."""
+    """A Protein of a sequence alone, without variants. ValueError for other letters, and for
+    nucleotides."""
     letters = encode(text)
+    if is_nucleotides(text.encode()):
+        raise ValueError(f"found nucleotides ({text[:20]}...); expected a protein. Translate them")
     numbers = tuple(str(i + 1) for i in range(len(letters)))
     chain = Chain(letters, np.zeros((len(letters), 4, 3), np.float32),
                   np.ones(len(letters), bool), numbers)

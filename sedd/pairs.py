@@ -24,6 +24,7 @@ from dpo.pair_files import (PairsOfRun, hold_out_groups, join_groups, pairs_of_r
                             read_items, read_list, read_weight)
 from proteins.letters import X_ID, encode
 from proteins.seeds import content_key
+from proteins.sequences import is_nucleotides
 from proteins.tables import check_cells, quote, read_rows, read_table_text, table_columns
 
 REQUIRED = ("preferred_seq", "unpreferred_seq")
@@ -128,6 +129,9 @@ def read_letters(entry, key, longest):
         letters = encode(text)
     except ValueError as error:
         raise ValueError(f"{key}: {error}".rstrip(".")) from None
+    if is_nucleotides(text.encode()):
+        raise ValueError(f"{key} is of nucleotides ({text[:20]}...); expected a protein. Translate "
+                         "it")
     if (letters == X_ID).all():
         raise ValueError(f"{key} has unknown residues alone; expected some of the 20 amino acids")
     if longest is not None and len(letters) > longest:

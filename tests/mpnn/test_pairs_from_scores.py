@@ -456,7 +456,8 @@ def test_structures_are_left_out_of_pairs_of_sequences(small):
 
 @pytest.mark.parametrize("line, said", [
     ("MKTA,K3R,1", "residue 3 is T"), ("MK-A,K2R,1", "'-' at position 3"),
-    ("MKTA,K9R,1", "there is no residue 9")])
+    ("MKTA,K9R,1", "there is no residue 9"),
+    ("atggcattcgaccgtaagctg,A1R,1", "found nucleotides (ATGGCATTCGACCGTAAGCT...)")])
 def test_mutations_that_do_not_fit_their_sequence_are_refused(line, said, tmp_path, capsys):
     (tmp_path / "m.csv").write_text(f"sequence,mutation,score\n{line}\n")
     assert main([str(tmp_path / "m.csv"), str(tmp_path / "p.json"), "--higher_is_better"]) == 2

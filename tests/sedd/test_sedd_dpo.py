@@ -291,6 +291,7 @@ def test_bad_pairs_are_all_named(tmp_path):
     bad = [({}, "preferred_seq is null"), ({**good, "preferred_seq": "MK-A"}, "'-' at position 3"),
            ({**good, "unpreferred_seq": "MKTA"}, "no preference"),
            ({**good, "preferred_seq": "M" * 41}, "41 residues; expected at most 40"),
+           ({**good, "unpreferred_seq": "ATGGCATTCGACCGTAAGCTG"}, "seq is of nucleotides (ATGG"),
            ({**good, "preferred_seq": "XXX"}, "unknown residues alone"),
            ({**good, "preferred_seq": "MXTA"}, "differ at unknown residues"),
            ({**good, "weight": 0}, "weight is 0"), ({**good, "group": 3}, "group is 3"),
