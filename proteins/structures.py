@@ -64,10 +64,12 @@ class Chain:
     def row_of(self, number: str) -> int | None:
         """The row of a residue number, None if it is not there. Antibodies are often written with
         52a for 52A, so the other case of an insertion code is found where its own is not there."""
-        for spelling in (number, number.swapcase()):
-            if spelling in self.numbers:
-                return self.numbers.index(spelling)
-        return None
+        row = self._rows.get(number)
+        return self._rows.get(number.swapcase()) if row is None else row
+
+    @functools.cached_property
+    def _rows(self):
+        return {number: row for row, number in enumerate(self.numbers) if number is not None}
 
     @property
     def has_only_ca(self) -> bool:
