@@ -101,7 +101,7 @@ def test_a_copy_of_the_chain_with_more_residues_is_no_evidence():
 
 def test_an_insertion_code_stays_where_numbers_are_shifted():
     numbers = (*numbered(1, 40), "40A", "40B", *numbered(41, 38))
-    shifted = (*numbered(8, 40), "47A", "47B", *numbered(48, 38))
+    shifted = (*numbered(8, 40), "47a", "47B", *numbered(48, 38))
     text = describe_misnumbered([named(sites_of(TEXT, shifted), A=chain_of(TEXT, numbers))])
     assert "every number 7 smaller, all do" in text
 

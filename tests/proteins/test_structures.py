@@ -203,6 +203,19 @@ def test_a_ligand_with_the_number_of_a_residue_does_not_count_as_a_second_one(
     assert describe_modified([structure]) == ""
 
 
+def test_a_modified_residue_with_an_insertion_code_fills_no_gap(tmp_path):
+    atoms = around("SEP", 11, het=True, code="A")
+    assert read_text(tmp_path, "s.pdb", atoms.pdb()).chains["A"].numbers == ("10", None, "12")
+
+
+def test_a_ligand_of_mmcif_that_is_an_amino_acid_needs_no_number(tmp_path):
+    lines = around("GLU", 77, het=True).mmcif().splitlines()
+    text = "\n".join(line.replace(" 77 ", " ? ") if line.startswith("HETATM") else line
+                     for line in lines)
+    assert " ? " in text and " 77 " not in text
+    assert read_text(tmp_path, "s.cif", text + "\n").chains["A"].numbers == ("10", None, "12")
+
+
 def test_what_modified_residues_are_read_as_is_told_in_one_line(tmp_path):
     structures = [read_text(tmp_path, f"{name}.pdb", around(name).pdb())
                   for name in ("SEP", "UNK", "SER")]
