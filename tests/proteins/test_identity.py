@@ -49,7 +49,8 @@ def test_identity_is_the_same_either_way():
         assert identity(one, other) == identity(other, one)
 
 
-@pytest.mark.parametrize("start, least", [(100, 0.95), (LONGEST_PART - 30, 0.5)])
+@pytest.mark.parametrize("start, least", [
+    (100, 0.95), (LONGEST_PART + 100, 0.95), (LONGEST_PART - 30, 0.5)])
 def test_a_domain_of_a_chain_that_is_compared_in_parts_is_found(start, least):
     rng = np.random.default_rng(1)
     domain = drawn(rng, 60)
