@@ -33,7 +33,8 @@ written. --hold_out 0.2 leaves out all mutations
 of about a fifth of the proteins, chosen by a hash of the mutated chain's sequence, and writes them
 to a table beside the pairs (pairs.json: pairs_held_out.csv), with which score_mutations.py
 --mutations measures what training has gained on proteins that it did not see. Those
-with a relative in the pairs are named. --ca_only reads CA atoms alone, for pairs on which a CA-only
+with a relative in the pairs, of 30 % identity or more, are named; split_mutations.py keeps
+relatives together. --ca_only reads CA atoms alone, for pairs on which a CA-only
 model is trained; a residue then needs no other atom.
 
 For train_dpo_ddp.py with model.kind=sedd, which needs no structures: the table of mutations has a
@@ -46,8 +47,6 @@ Wrong input ends with one message, which lists up to ten bad lines, and exit cod
 written.
 """
 import collections
-import csv
-import io
 import json
 import math
 import os
@@ -58,9 +57,10 @@ from typing import NamedTuple
 
 from dpo.mutation_pairs import AGAINST, WILD_TYPE, Rules, mutated, pair_mutations
 from dpo.pair_files import LEAST_WEIGHT
+from proteins.identity import RELATED, find_relatives, hold_out_proteins
 from proteins.letters import LETTERS
-from proteins.mutations import (describe_skipped, find_relatives, hold_out_proteins,
-                                measured_values, place_all, place_on_sequences, read_mutations)
+from proteins.mutations import (absolute, columns_of, describe_skipped, measured_values,
+                                place_table, read_mutations, table_text)
 from proteins.structures import describe_modified
 from proteins.tables import (MAX_LISTED, check_cells, describe_duplicates, read_rows,
                              read_table_text, refuse_all, table_columns)
@@ -138,11 +138,6 @@ def parse_row(cells, folder, column):
     if not os.path.isfile(structure):   # False for a name that is too long, too
         raise ValueError(f"there is no file {cells['pdb']:.200}")
     return (*place_sequence(structure, chains, context, parts), score)
-
-
-def absolute(path):
-    """A path with links to folders followed, on which ".." depends, but not that of the file."""
-    return path.parent.resolve() / path.name
 
 
 def parse_sequence(text):
@@ -278,13 +273,7 @@ def describe_wild_type(args, rules, wild_type_is):
 
 def proteins_of(table, args):
     """The Proteins of a table of mutations; prints which variants fit none. Raises: ValueError."""
-    if table.has_sequences:
-        proteins, skipped = place_on_sequences(table)
-    elif table.names_structures:
-        proteins, skipped = place_all(table, see_all=False, ca_only=bool(args.ca_only))
-    else:
-        raise ValueError(f"{args.table} has no column pdb_file; expected the structure of each "
-                         "mutation there, or the wild type's sequence in a column sequence.")
+    proteins, skipped = place_table(table, bool(args.ca_only))
     if skipped.variants:
         print(describe_skipped(table, skipped), file=sys.stderr)
     modified = describe_modified(protein.structure for protein in proteins)
@@ -295,7 +284,7 @@ def proteins_of(table, args):
 
 def warn_of_relatives(held_out, proteins):
     """Tell which proteins held out teach all the same, by a relative among those in the pairs."""
-    relatives = find_relatives(held_out, proteins)
+    relatives = find_relatives(held_out, proteins, RELATED)
     if not relatives:
         return
     listed = ", ".join(f"{name} ({other})" for name, other in relatives[:MAX_LISTED])
@@ -321,21 +310,6 @@ def without_structure(entry, wild_type):
         the files of training and of validation, and of no other protein."""
     return {"preferred_seq": entry["preferred_seq"], "unpreferred_seq": entry["unpreferred_seq"],
             "group": wild_type}
-
-
-def table_of(proteins, folder):
-    """CSV of the variants of proteins, with their own columns; paths relative to `folder`."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(proteins[0].variants[0].cells)
-    for protein in proteins:
-        path = os.path.relpath(absolute(Path(protein.structure.name)), folder.resolve())
-        for variant in protein.variants:
-            cells = dict(variant.cells)
-            if "pdb_file" in cells:
-                cells["pdb_file"] = path
-            writer.writerow(cells.values())
-    return text.getvalue()
 
 
 def make_entries(found, args, notes):
@@ -468,7 +442,7 @@ def main(argv):
         else:
             text = json.dumps(entries, indent=1)
         if held_out:
-            of_held_out = table_of(held_out, args.pairs.parent)
+            of_held_out = table_text(held_out, columns_of(held_out), args.pairs.parent)
             write_text_atomic(held_out_file(args.pairs), of_held_out)
         write_text_atomic(args.pairs, text + "\n")
         say_result(args, n_sequences, entries, counts, notes)

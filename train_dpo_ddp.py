@@ -180,6 +180,8 @@ class Table:
     # Drawing some of many pairs adds little noise: 1,000 variants have only 1,000 scores.
     most_pairs: int = key(100_000, least=1, most=10_000_000,
                           help="of a protein; of more, so many are drawn anew in each epoch")
+    identity: float = key(0.3, least=0.1, most=1, help="of sequences, from which data.val_fraction "
+                                                       "keeps proteins together")
 
 
 @dataclass

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from dpo.pair_files import PairsOfRun, pairs_of_run, read_both
-from proteins.mutations import (Protein, describe_skipped, hold_out_proteins, measured_values,
-                                read_mutations)
+from proteins.identity import hold_out_families
+from proteins.mutations import Protein, describe_skipped, measured_values, read_mutations
 from proteins.seeds import content_key, random_words
 from proteins.structures import Complex
 from proteins.tables import describe_duplicates
@@ -82,11 +82,13 @@ def load_tables(config: Any, place: Callable, alive: Callable = lambda: None) ->
 
     train, val = read_both(data, read)
     if val is None and data.val_fraction:
-        rest, held_out = hold_out_proteins([protein for protein, _ in train], data.val_fraction)
-        held = {id(protein) for protein in held_out}
+        split = hold_out_families([protein for protein, _ in train], data.val_fraction,
+                                  section.identity, alive)
+        held = {id(protein) for protein in split.held_out}
         val = [both for both in train if id(both[0]) in held]
         train = [both for both in train if id(both[0]) not in held]
-        notes.append(f"  {len(train):,} proteins for training, {len(val):,} for validation")
+        notes.append(f"  {len(train):,} proteins for training, {len(val):,} for validation; "
+                     f"none of them has {section.identity:.0%} identity with one of the others")
     train = [table for _, table in train]
     if val is not None:
         val = [table for _, table in val]

@@ -2,7 +2,7 @@
 
     table = read_mutations("s2648.csv", measured="ddg")
     proteins, skipped = place_all(table)            # a Protein for each structure and chain
-    rest, held_out = hold_out_proteins(proteins, 0.2)   # by the sequence of the mutated chain
+    text = table_text(proteins, columns_of(proteins), folder)      # CSV, to be read again
     protein = scan_sequence("mine", "MKTAYIAKQ")    # all single mutations
 
 A list has one variant per line, such as A12V or A12V:G45D; text after # is left out. A table (CSV,
@@ -15,7 +15,8 @@ nothing. No model here.
 """
 from __future__ import annotations
 
-import hashlib
+import csv
+import io
 import math
 import os
 import re
@@ -34,8 +35,6 @@ from proteins.tables import (MAX_LISTED, check_cells, read_rows, read_table_text
 
 OPTIONAL_COLUMNS = ("pdb_file", "chain", "context", "sequence")
 LARGEST_VALUE = 1e100   # that is measured, so that sums of squares stay finite
-WORD = 4                # letters; unrelated proteins of usual lengths share few words of four
-ALIKE = 0.3             # fraction of its words that a protein shares with a relative
 SHOWN = 8               # letters of a sequence that stand for its name
 
 
@@ -191,6 +190,17 @@ def place_all(table: MutationTable, structure: str | Path | None = None, chain: 
     return what_fits(table, placements)
 
 
+def place_table(table: MutationTable, ca_only: bool = False) -> tuple[list[Protein], Skipped]:
+    """The proteins of a table that names them, each chain without others as context. As place_all,
+    or place_on_sequences. Raises: ValueError."""
+    if table.has_sequences:
+        return place_on_sequences(table)
+    if table.names_structures:
+        return place_all(table, see_all=False, ca_only=ca_only)
+    raise ValueError(f"{table.path} has no column pdb_file; expected the structure of each "
+                     "mutation there, or the wild type's sequence in a column sequence.")
+
+
 def place_on_sequences(table: MutationTable,
                        wild_type: tuple[str, str] | None = None
                        ) -> tuple[list[Protein], Skipped]:
@@ -303,63 +313,32 @@ def protein_of_sequence(name, text):
     return Protein(name, structure, Complex(structure, ["A"]), [], [])
 
 
-def hold_out_proteins(proteins: list[Protein],
-                      fraction: float) -> tuple[list[Protein], list[Protein]]:
-    """Hold out some proteins, by a hash of the mutated chain's sequence.
-
-    A protein's side depends on nothing else: not on the other proteins, names, or a seed. Equal
-    sequences are on the same side; relatives need not be, see find_relatives.
-
-    Args:
-        fraction: 0 to 1, of proteins that are held out, on average.
-    Returns: the rest; those held out.
-    Raises: ValueError if either is empty.
-    """
-    rest = []
-    held_out = []
+def columns_of(proteins: list[Protein]) -> list[str]:
+    """The columns of the tables that proteins are of, each once."""
+    columns = {}
     for protein in proteins:
-        letters = decode(protein.structure.chains[protein.chain].S)
-        digest = hashlib.sha256(letters.encode()).digest()
-        draw = int.from_bytes(digest[:8], "big") / 2**64
-        if draw < fraction:
-            held_out.append(protein)
-        else:
-            rest.append(protein)
-    if not rest or not held_out:
-        raise ValueError(f"found {len(proteins)} protein(s), of which {len(held_out)} would be "
-                         f"held out by the fraction {fraction:g}; expected some on both sides. "
-                         "Give more proteins, or another fraction.")
-    return rest, held_out
+        columns.update(protein.variants[0].cells)
+    return list(columns)
 
 
-def find_relatives(proteins: list[Protein], others: list[Protein]) -> list[tuple[str, str]]:
-    """Which proteins have a relative among the others: [(file's name, that of the nearest)].
-
-    Relatives share at least ALIKE of the words of WORD letters of the one that has fewer: also one
-    protein in two files of which other residues are resolved, and its mutants and homologues.
-    """
-    words_of_others = [(other, words_of(other)) for other in others]
-    found = []
+def table_text(proteins: list[Protein], columns: list[str], folder: Path) -> str:
+    """CSV of the variants of proteins, with their own cells; paths relative to `folder`."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
+    writer.writeheader()
     for protein in proteins:
-        words = words_of(protein)
-        nearest = None
-        largest = ALIKE
-        for other, its_words in words_of_others:
-            fewer = min(len(words), len(its_words))
-            shared = len(words & its_words) / max(fewer, 1)
-            if shared >= largest:
-                nearest = other
-                largest = shared
-        if nearest is not None:
-            found.append((Path(protein.structure.name).name, Path(nearest.structure.name).name))
-    return found
+        path = os.path.relpath(absolute(Path(protein.structure.name)), folder.resolve())
+        for variant in protein.variants:
+            cells = dict(variant.cells)
+            if "pdb_file" in cells:
+                cells["pdb_file"] = path
+            writer.writerow(cells)
+    return text.getvalue()
 
 
-def words_of(protein):
-    """The set of words of WORD known letters in the mutated chain's sequence."""
-    letters = decode(protein.structure.chains[protein.chain].S)
-    words = {letters[i:i + WORD] for i in range(len(letters) - WORD + 1)}
-    return {word for word in words if "X" not in word}
+def absolute(path: Path) -> Path:
+    """A path with links to folders followed, on which ".." depends, but not that of the file."""
+    return path.parent.resolve() / path.name
 
 
 def measured_values(protein: Protein) -> dict[tuple, list[float]]:

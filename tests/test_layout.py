@@ -16,7 +16,7 @@ from launchers import FOLDERS, ROOT, code_files
 
 SCRIPTS = {"train_sedd_ddp", "train_dpo_ddp", "test_aurora_ddp", "test_dtype", "sample_sedd",
            "sample_proteinmpnn", "score_mutations", "prepare_uniref50", "pairs_from_scores",
-           "plot_run"}
+           "plot_run", "split_mutations"}
 TO_COPY = {"ddp_setup", "ddp_guard"}    # without anything else of the project
 
 # Folder, or "" for the scripts in the root: what of the project its files may import.

@@ -4,15 +4,14 @@ import hashlib
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from dpo.mutation_pairs import Rules, pair_mutations
 from pairs_from_scores import main, make_pairs
-from proteins.letters import AMINO_ACIDS, decode, encode
-from proteins.mutations import Protein, find_relatives, read_mutations
+from proteins.letters import AMINO_ACIDS, decode
+from proteins.mutations import read_mutations
 from mpnn.pairs import read_pairs
-from proteins.structures import NAMES, Chain, Complex, Structure
+from proteins.structures import NAMES
 from mpnn_cases import Atoms
 
 TABLE = "pdb,sequence,score,chain\n"
@@ -339,45 +338,6 @@ def test_the_table_held_out_has_all_lines_of_its_proteins(one_residue_each):
     expected = [line for line in (one_residue_each / "m.csv").read_text().split()
                 if line[0] in HELD_OUT and line[1] == "."]
     assert lines == expected
-
-
-def relatives(*sequences):
-    """What find_relatives tells of the first of proteins with these sequences and the others."""
-    first, *others = [toy_protein(f"p{number}", text) for number, text in enumerate(sequences)]
-    return find_relatives([first], others)
-
-
-def toy_protein(name, text):
-    n = len(text)
-    chain = Chain(encode(text), np.zeros((n, 4, 3), np.float32), np.ones(n, bool), (None,) * n)
-    structure = Structure(name, {"A": chain})
-    return Protein(name, structure, Complex(structure, ["A"]), [], [])
-
-
-WHOLE = "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQ"
-
-
-@pytest.mark.parametrize("other", [
-    WHOLE[5:],                                # other residues are resolved
-    WHOLE[10:18],                             # a small part
-    WHOLE[:9] + "XXX" + WHOLE[12:],           # a gap
-    WHOLE[:20] + "D" + WHOLE[21:],            # a mutant
-    "GGSGGS" + WHOLE + "PPHHHHHH"])
-def test_a_relative_of_a_protein_held_out_is_found(other):
-    assert relatives(WHOLE, "ACDEFGHIKLMNPQRSTVWY", other) == [("p0", "p2")]
-
-
-def test_of_several_relatives_the_nearest_is_named():
-    assert relatives(WHOLE, WHOLE, WHOLE[:16] + WHOLE[:15:-1]) == [("p0", "p1")]
-
-
-def test_gaps_of_two_proteins_make_no_relatives():
-    assert relatives("MKXXXX", "GHXXXX") == []
-
-
-@pytest.mark.parametrize("other", [WHOLE[::-1], "MKT", "XXXX"])
-def test_another_protein_is_no_relative(other):
-    assert relatives(WHOLE, other) == []
 
 
 def test_a_protein_held_out_with_a_relative_in_the_pairs_is_told(small, capsys):

@@ -9,13 +9,14 @@ from ddp_setup import Ddp
 from dpo.pair_plan import PairPlan
 from dpo.reference import Reference
 from dpo.scorer import Base
-from dpo.tables import VariantTable, draw_couples
+from dpo.tables import VariantTable, draw_couples, load_tables
 from dpo.validation import Validation
 from mpnn.dpo import ProteinMPNNScorer
 from mpnn.model import random_proteinmpnn
 from mpnn.pairs import Pair
 from mpnn.tables import SAVES_MEMORY_FROM, TableScorer
 from proteins.letters import AMINO_ACIDS, LETTERS
+from proteins.mutations import place_on_sequences
 from proteins.structures import read_structure
 from test_train_dpo import SMALL, TINY, run, write_pairs
 from test_variants import random_complex
@@ -292,6 +293,26 @@ def write_table(folder, name="table.csv", residues=14, shift=0):
 def config_for(folder, **more):
     return config_of(data__train_data=write_table(folder), table__wild_type="null",
                      data__val_fraction=0, **more)
+
+
+def test_relatives_are_on_one_side_of_the_validation_of_a_table(tmp_path):
+    """Eight families of two, which have half of their letters in common."""
+    rng = np.random.default_rng(0)
+    lines = ["sequence,mutation,ddg"]
+    for _ in range(8):
+        text = "".join(rng.choice(list(AMINO_ACIDS), 40))
+        other = "".join(rng.choice(list(AMINO_ACIDS), 20)) + text[20:]
+        for sequence in (text, other):
+            native = sequence[30]
+            mutants = [letter for letter in "AW" if letter != native]
+            lines += [f"{sequence},{native}31{letter},{ddg}" for ddg, letter in enumerate(mutants)]
+    (tmp_path / "t.csv").write_text("\n".join(lines) + "\n")
+    config = config_of(data__train_data=tmp_path / "t.csv", data__val_fraction=0.4,
+                       table__wild_type=-5)
+    data = load_tables(config, place_on_sequences)
+    ends = [{tuple(table.complex.S[20:]) for table in side} for side in (data.train, data.val)]
+    assert not ends[0] & ends[1]
+    assert len(data.train) + len(data.val) == 16 and len(data.val) % 2 == 0
 
 
 def test_a_resumed_run_on_tables_equals_an_uninterrupted_one(tmp_path):

@@ -1,0 +1,142 @@
+"""proteins/identity.py: which proteins are relatives, and on which side they are."""
+import numpy as np
+import pytest
+
+from proteins.identity import (LONGEST_PART, find_relatives, hold_out_families, hold_out_proteins,
+                               identity)
+from proteins.letters import AMINO_ACIDS
+from proteins.mutations import protein_of_sequence
+
+WHOLE = "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQ"      # 33 residues
+SHARE = 0.3
+
+
+def proteins_of(sequences):
+    return [protein_of_sequence(f"p{number}", text) for number, text in enumerate(sequences)]
+
+
+def drawn(rng, length):
+    return "".join(rng.choice(list(AMINO_ACIDS), length))
+
+
+def sequences_of(proteins):
+    return {protein.sequence for protein in proteins}
+
+
+# ---- identity ----
+
+@pytest.mark.parametrize("one, other, expected", [
+    (WHOLE, WHOLE, 1),
+    ("MKTAYIAKQR", "MKTAYIAKQW", 9 / 10),
+    (WHOLE, WHOLE[:14] + WHOLE[18:], 29 / 33),      # 4 columns of a gap
+    (WHOLE, WHOLE[8:], 1),                          # the longer one overhangs
+    ("WWWW" + WHOLE[5:], WHOLE[5:] + "GGGG", 28 / 32),      # of the shorter one all residues count
+    ("AAAA", "WWWW", 0),
+    ("", WHOLE, 0)])
+def test_identity_is_that_of_an_alignment_by_hand(one, other, expected):
+    assert identity(one, other) == pytest.approx(expected)
+
+
+def test_letters_at_two_ends_that_overlap_are_divided_by_the_shorter_length():
+    assert identity("GGGGGGGGGG" + "W", "W" + "DDDDDDDDDD") <= 1 / 11
+
+
+def test_identity_is_the_same_either_way():
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        one = drawn(rng, 40)
+        other = drawn(rng, 45)
+        assert identity(one, other) == identity(other, one)
+
+
+@pytest.mark.parametrize("start, least", [
+    (100, 0.95), (LONGEST_PART + 100, 0.95), (LONGEST_PART - 30, 0.5)])
+def test_a_domain_of_a_chain_that_is_compared_in_parts_is_found(start, least):
+    rng = np.random.default_rng(1)
+    domain = drawn(rng, 60)
+    chain = drawn(rng, 2 * LONGEST_PART)
+    chain = chain[:start] + domain + chain[start + len(domain):]
+    assert identity(domain, chain) >= least
+
+
+# ---- relatives ----
+
+@pytest.mark.parametrize("other", [
+    WHOLE[5:],                                # other residues are resolved
+    WHOLE[10:18],                             # a small part
+    WHOLE[:9] + "XXX" + WHOLE[12:],           # a gap
+    WHOLE[:20] + "D" + WHOLE[21:],            # a mutant
+    "".join(letter if row % 2 else "P" for row, letter in enumerate(WHOLE)),    # no two in a row
+    "GGSGGS" + WHOLE + "PPHHHHHH"])
+def test_a_relative_is_found(other):
+    first, *others = proteins_of([WHOLE, "CDEFGHNPSTWYCDEFGHNPSTWY", other])
+    assert find_relatives([first], others, SHARE) == [("p0", "p2")]
+
+
+def test_of_several_relatives_the_nearest_is_named():
+    first, *others = proteins_of([WHOLE, WHOLE[:25] + "PPPPPPPP", WHOLE])
+    assert find_relatives([first], others, SHARE) == [("p0", "p2")]
+
+
+@pytest.mark.parametrize("one, other", [
+    (WHOLE, WHOLE[::-1]), (WHOLE, "XXXX"), ("MKXXXX", "GHXXXX"), ("XXXX", "XXXX")])
+def test_other_proteins_are_no_relatives(one, other):
+    first, second = proteins_of([one, other])
+    assert find_relatives([first], [second], SHARE) == []
+
+
+# ---- sides ----
+
+def families(n):
+    """Sequences of n families of three: one, one with every other letter of it, and one with every
+    other letter of that."""
+    rng = np.random.default_rng(2)
+    found = []
+    for _ in range(n):
+        text = drawn(rng, 60)
+        for first in range(3):
+            found.append(text)
+            other = drawn(rng, 60)
+            text = "".join(pair[row % 2 == first % 2] for row, pair in enumerate(zip(text, other)))
+    return found
+
+
+def test_relatives_are_never_on_both_sides():
+    split = hold_out_families(proteins_of(families(15)), 0.4, SHARE)
+    across = [identity(one.sequence, other.sequence)
+              for one in split.rest for other in split.held_out]
+    assert max(across) < SHARE
+    assert split.nearest == pytest.approx(max(across))
+
+
+def test_relatives_of_relatives_are_on_one_side():
+    """Of each family the third has hardly a letter of the first."""
+    sequences = families(15)
+    split = hold_out_families(proteins_of(sequences), 0.4, SHARE)
+    held_out = sequences_of(split.held_out)
+    for first in range(0, len(sequences), 3):
+        assert len({text in held_out for text in sequences[first:first + 3]}) == 1
+
+
+def test_the_side_of_a_family_depends_on_nothing_else():
+    sequences = families(15)
+    whole = sequences_of(hold_out_families(proteins_of(sequences), 0.5, SHARE).held_out)
+    part = sequences[21:][::-1]
+    assert sequences_of(hold_out_families(proteins_of(part), 0.5, SHARE).held_out) == {
+        text for text in part if text in whole}
+
+
+def test_about_the_fraction_of_unrelated_proteins_is_held_out():
+    rng = np.random.default_rng(3)
+    proteins = proteins_of(drawn(rng, 30) for _ in range(200))
+    split = hold_out_families(proteins, 0.2, share=1)
+    assert split.n_families == 200
+    assert len(split.held_out) == pytest.approx(40, abs=4 * (200 * 0.2 * 0.8) ** 0.5)
+
+
+@pytest.mark.parametrize("hold_out", [
+    lambda proteins: hold_out_families(proteins, 0.5, SHARE),
+    lambda proteins: hold_out_proteins(proteins, 0.5)])
+def test_nothing_on_one_side_is_refused(hold_out):
+    with pytest.raises(ValueError, match="expected some on both sides"):
+        hold_out(proteins_of([WHOLE, WHOLE]))
