@@ -313,6 +313,14 @@ def check_table(config, without_data):
             if getattr(loss, name) != getattr(Loss, name):
                 problems.append(f"loss.{name} is {getattr(loss, name)}, which is of whole "
                                 "sequences; expected it left out with loss.unit table")
+        for name in ("max_length", "mutable_positions", "mutable_ranges"):
+            value = getattr(config.data, name)
+            if value is not None:
+                problems.append(f"data.{name} is {value}, which is of designed sequences; expected "
+                                "it left out with loss.unit table")
+        if config.data.train_data is None and not without_data:
+            problems.append("data.train_data is not given; expected a table of mutations for "
+                            "loss.unit table (--train_data)")
         for name, what in (("measured", "the column of measured values"),
                            ("better", "lower or higher (ddG: lower, if positive values are "
                                       "destabilising)")):

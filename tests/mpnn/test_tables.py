@@ -347,6 +347,8 @@ def test_a_table_that_cannot_be_used_is_refused_and_leaves_nothing(tmp_path):
         (base + "table.csv --measured ddg --better lower", "loss.unit is pair"),
         (base + "table.csv", "loss.unit=table"),
         (base + "table.csv" + unit + " loss.sft=1", "loss.sft is 1.0"),
+        (base + "table.csv" + unit + " data.max_length=9", "data.max_length is 9"),
+        (base.partition(" --train_data")[0] + unit, "data.train_data is not given"),
         (base + "table.csv" + unit.replace("ddg", "dG"), "dG"),
         (base + "table.csv" + unit + " table.margin=100", "table.margin 100"),
         (base + "table.csv" + unit + " table.wild_type=1e3", "table.wild_type=null"),
