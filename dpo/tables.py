@@ -82,8 +82,13 @@ def load_tables(config: Any, place: Callable, alive: Callable = lambda: None) ->
 
     train, val = read_both(data, read)
     if val is None and data.val_fraction:
-        split = hold_out_families([protein for protein, _ in train], data.val_fraction,
-                                  section.identity, alive)
+        try:
+            split = hold_out_families([protein for protein, _ in train], data.val_fraction,
+                                      section.identity, alive)
+        except ValueError as error:
+            raise ValueError(f"{data.train_data}: validation: {error} Or give a table of other "
+                             "proteins (--val_data), or data.val_fraction=0 to train without "
+                             "validation.") from None
         held = {id(protein) for protein in split.held_out}
         val = [both for both in train if id(both[0]) in held]
         train = [both for both in train if id(both[0]) not in held]

@@ -339,6 +339,8 @@ def test_a_table_that_cannot_be_used_is_refused_and_leaves_nothing(tmp_path):
     (tmp_path / "equal.csv").write_text("pdb_file,mutation,ddg\n" + "".join(
         line.rpartition(",")[0] + ",1\n"
         for line in (tmp_path / "table.csv").read_text().splitlines()[1:]))
+    lines = (tmp_path / "table.csv").read_text().splitlines(keepends=True)
+    (tmp_path / "one.csv").write_text("".join(lines[:20]))
     base = "model.base_model_name=random data.val_fraction=0 --output_dir new --train_data "
     unit = " loss.unit=table table.measured=ddg table.better=lower"
     assert_refused("train_dpo_ddp", [
@@ -347,6 +349,7 @@ def test_a_table_that_cannot_be_used_is_refused_and_leaves_nothing(tmp_path):
         (base + "table.csv --measured ddg --better lower", "loss.unit is pair"),
         (base + "table.csv", "loss.unit=table"),
         (base + "table.csv" + unit + " loss.sft=1", "loss.sft is 1.0"),
+        (base + "one.csv" + unit + " data.val_fraction=0.1", "data.val_fraction=0 to train"),
         (base + "table.csv" + unit + " data.max_length=9", "data.max_length is 9"),
         (base.partition(" --train_data")[0] + unit, "data.train_data is not given"),
         (base + "table.csv" + unit.replace("ddg", "dG"), "dG"),
