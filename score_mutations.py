@@ -6,6 +6,7 @@
         --lower_is_better --correction_weights v_48_020 --out scores.csv --picture scores.png
     python score_mutations.py runs/sedd wild_type.fasta --scan --out scan.csv
     python score_mutations.py runs/sedd --mutations pairs_held_out.csv --measured ddg
+    python score_mutations.py tuned.pt x.pdb --scan --unmeasured table.csv --top 96 --out next.csv
     mpirun -n 4 python score_mutations.py ...                                   # the same, sooner
 
 A score is ln p(mutant letters) - ln p(wild-type letters) at the mutated residues, given the rest,
@@ -13,7 +14,9 @@ in nats: below 0 if the model prefers the wild type. docs/data.md defines it for
 has the columns of a table. The result is a CSV table of the same columns and `score`. Lines that do
 not fit their protein are named and left out; if most do not, nothing is scored. --measured COLUMN
 prints Spearman's rank correlation with that column, over all mutations (whole proteins drawn anew
-for its 95 % interval) and per protein with at least ten. Which model the weights are of is told
+for its 95 % interval) and per protein with at least ten. --top N of a scan leaves the N highest
+scores, best first, without the mutations of the table --unmeasured: what to measure next
+(docs/rounds.md). Which model the weights are of is told
 from their file. The result is written whole or not at all; wrong input ends with one message and
 exit code 2.
 """
@@ -39,6 +42,8 @@ from mpnn.weights import load_proteinmpnn
 from proteins.mutations import (describe_skipped, measured_values, place_all, place_on_sequences,
                                 read_mutations, scan_sequence, scan_structure)
 from proteins.pictures import draw_measured, draw_scan
+from proteins.proposals import (choose_proposals, describe_proposals, in_order,
+                                keep_measured_chains, marks_of, measured_sites)
 from proteins.scores import (check_measured, check_no_score, correlate_proteins, report_text,
                              table_text)
 from proteins.seeds import content_key
@@ -181,34 +186,62 @@ def read_table(args, scorer, ddp):
     table = read_mutations(args.mutations, args.measured)
     check_no_score(table)
     check_outputs(args, table.structures)       # also those of which no variant fits
-    names_proteins = table.names_structures or table.has_sequences
-    if len(args.proteins) != (not names_proteins):
+    if args.proteins and names_proteins(table):
         raise ValueError(f"found {len(args.proteins)} protein(s) on the command line, and "
-                         f"{args.mutations} {'with' if names_proteins else 'without'} a column "
-                         "pdb_file or sequence; expected one protein, or the column.")
-    if table.has_sequences or args.proteins and not is_structure(args.proteins[0]):
+                         f"{table.path} with a column pdb_file or sequence; expected one protein, "
+                         "or the column.")
+    proteins = place_table(table, args, scorer, ddp)
+    if args.measured:
+        check_measured(proteins, args.measured)
+    return proteins
+
+
+def read_unmeasured(args, scorer, ddp):
+    """The Proteins of --unmeasured; [] without it. Raises ValueError or OSError."""
+    if not args.unmeasured:
+        return []
+    table = read_mutations(args.unmeasured)
+    check_outputs(args, table.structures)
+    return place_table(table, args, scorer, ddp)
+
+
+def place_table(table, args, scorer, ddp):
+    """The Proteins of a table, which names them, or has variants of the one of the command line.
+    Prints which variants do not fit. Raises ValueError or OSError."""
+    protein = None
+    if not names_proteins(table):
+        if len(args.proteins) != 1:
+            raise ValueError(f"found {len(args.proteins)} protein(s) on the command line, and "
+                             f"{table.path} without a column pdb_file or sequence; expected one "
+                             "protein, or the column.")
+        protein = args.proteins[0]
+    if table.has_sequences or protein and not is_structure(protein):
         refuse_chains(args)
         wild_type = None
-        if args.proteins:
-            named = read_fasta(args.proteins[0], scorer)
+        if protein:
+            named = read_fasta(protein, scorer)
             if len(named) != 1:
-                raise ValueError(f"{args.proteins[0]} holds {len(named)} sequences; expected the "
-                                 "one that the list changes.")
+                raise ValueError(f"{protein} holds {len(named)} sequences; expected the one that "
+                                 "the list changes.")
             wild_type = named[0]
         elif not scorer.is_sedd:
-            raise ValueError(f"{args.mutations} has sequences; expected structures for weights of "
+            raise ValueError(f"{table.path} has sequences; expected structures for weights of "
                              "ProteinMPNN, in a column pdb_file.")
         proteins, skipped = place_on_sequences(table, wild_type)
     else:
-        structure = args.proteins[0] if args.proteins else None
-        chain = args.chains[0] if args.chains else None
-        proteins, skipped = place_all(table, structure, chain, args.fixed_chains,
+        chain = None
+        if args.chains and len(args.chains) == 1:
+            chain = args.chains[0]
+        proteins, skipped = place_all(table, protein, chain, args.fixed_chains,
                                       see_all=not scorer.is_sedd, ca_only=scorer.ca_only)
-    if args.measured:
-        check_measured(proteins, args.measured)
     if skipped.variants:
         print0(ddp, describe_skipped(table, skipped), file=sys.stderr)
     return proteins
+
+
+def names_proteins(table):
+    """Whether a table says which protein each variant is of."""
+    return table.names_structures or table.has_sequences
 
 
 def refuse_chains(args):
@@ -281,6 +314,12 @@ def make_parser():
         help="ProteinMPNN: context; default: all others; without a name: none")
     add("--mutable_positions", nargs="+", metavar="POSITION",
         help="--scan of a structure: the only ones, such as A10-A20 A25")
+    add("--top", type=int, metavar="N",
+        help="--scan: only the N highest scores, best first, to be measured next")
+    add("--per_position", type=int, default=3, metavar="N",
+        help="--top: at most so many at one residue (default 3)")
+    add("--unmeasured", type=Path, metavar="TABLE",
+        help="--top: leave out the mutations that this table has, and chains that it lacks")
     add("--measured", metavar="COLUMN",
         help="print the rank correlation of the scores with this column of the table")
     add("--lower_is_better", action="store_true",
@@ -324,6 +363,7 @@ def read_arguments(argv):
     if args.correct_unfolded and args.correction_weights:
         raise ValueError("found --correct_unfolded with --correction_weights, which are two ways "
                          "of one correction; expected one of them.")
+    check_proposals(args)
     for name in ("orders", "batch_size", "tokens"):
         if getattr(args, name) < 1:
             raise ValueError(f"found --{name} {getattr(args, name)}; expected at least 1.")
@@ -335,6 +375,22 @@ def read_arguments(argv):
     in_folder = [*weights.glob("*"), *weights.glob("checkpoints/*")]
     check_outputs(args, [weights, *in_folder, *args.proteins])
     return args
+
+
+def check_proposals(args):
+    """ValueError for --top, --per_position and --unmeasured that do not fit together."""
+    if args.top is None:
+        if args.unmeasured:
+            raise ValueError("found --unmeasured without --top; expected how many mutations to "
+                             "propose, such as --top 96.")
+        if args.per_position != make_parser().get_default("per_position"):
+            raise ValueError("found --per_position without --top; expected both.")
+        return
+    if not args.scan:
+        raise ValueError("found --top with --mutations; expected it with --scan.")
+    for name in ("top", "per_position"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"found --{name} {getattr(args, name)}; expected at least 1.")
 
 
 def check_picture(args):
@@ -358,17 +414,22 @@ def check_picture(args):
 
 def check_outputs(args, inputs):
     """ValueError for files that cannot be written, or that are inputs."""
+    tables = [path for path in (args.mutations, args.unmeasured) if path]
     for path in (args.out, args.picture):
         if path is not None:
-            check_output(path, [*inputs, args.mutations] if args.mutations else inputs)
+            check_output(path, [*inputs, *tables])
 
 
 def run(args, ddp):
     """Do what the options say. Raises ValueError or OSError."""
     scorer = load_scorer(args, ddp)
     proteins = read_scan(args, scorer) if args.scan else read_table(args, scorer, ddp)
+    of_table = read_unmeasured(args, scorer, ddp)
+    if of_table:
+        proteins = keep_measured_chains(proteins, of_table, args.unmeasured)
+    measured = measured_sites(of_table)
     check_lengths(proteins, scorer)
-    check_alike(inputs_of(args, scorer, proteins), ddp)
+    check_alike(inputs_of(args, scorer, proteins, measured), ddp)
     n = sum(len(protein.variants) for protein in proteins)
     print0(ddp, f"{describe(proteins, scorer)}\n{ddp.device}: {args.weights}, {n:,} variants of "
                 f"{len(proteins):,} protein(s)", file=sys.stderr)
@@ -379,20 +440,29 @@ def run(args, ddp):
                 bar.update(scored)
 
             scores = scorer.score(proteins, advance)
-        write(table_text(proteins, scores))
+        chosen = []
+        if args.top:
+            chosen = choose_proposals(proteins, scores, measured, args.top, args.per_position)
+            write(table_text(*in_order(proteins, scores, chosen)))
+            print0(ddp, describe_proposals(chosen, args.top, args.per_position), file=sys.stderr)
+        else:
+            write(table_text(proteins, scores))
     if args.measured or args.picture:
-        show_on_rank_0(lambda: describe_result(args, proteins, scores), ddp)
+        marks = marks_of(proteins, measured, chosen) if args.top else None
+        show_on_rank_0(lambda: describe_result(args, proteins, scores, marks), ddp)
 
 
-def inputs_of(args, scorer, proteins):
+def inputs_of(args, scorer, proteins, measured=()):
     """{what: plain value} of what must be the same on all ranks."""
     found = {f"--{name}": getattr(args, name) for name in ("orders", "batch_size", "tokens",
-                                                           "seed", "bfloat16")}
+                                                           "seed", "bfloat16", "top",
+                                                           "per_position")}
     contents = [(protein.complex.key, protein.changes) for protein in proteins]
-    return {**found, "weights (hash)": scorer.weights, "proteins (hash)": content_key(*contents)}
+    return {**found, "weights (hash)": scorer.weights, "proteins (hash)": content_key(*contents),
+            "--unmeasured (hash)": content_key(sorted(measured))}
 
 
-def describe_result(args, proteins, scores):
+def describe_result(args, proteins, scores, marks):
     """Text on the correlation, if it was asked for, and on the picture, which is drawn here."""
     lines = []
     report = None
@@ -403,7 +473,7 @@ def describe_result(args, proteins, scores):
         lines += describe_duplicates(values, "variants", "each row counts")
     if args.picture:
         if args.scan:
-            draw_scan(proteins, scores, args.picture)
+            draw_scan(proteins, scores, args.picture, marks)
         else:
             draw_measured(proteins, scores, args.picture, report, args.measured,
                           args.lower_is_better)

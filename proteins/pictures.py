@@ -1,6 +1,7 @@
 """Pictures of scores of mutations, as PNG; matplotlib is needed.
 
     draw_scan(proteins, scores, "scan.png")                 # heat map, residues x letters
+    draw_scan(proteins, scores, "next.png", marks)          # marks: of proteins/proposals.py
     draw_measured(proteins, scores, "scores.png", report, "ddg", lower_is_better=True)
 
 proteins: list of Protein (proteins/mutations.py). scores: (n,) of the variants of each.
@@ -12,6 +13,7 @@ import numpy as np
 
 from proteins.correlation import Report
 from proteins.mutations import Protein
+from proteins.proposals import MEASURED, PROPOSED, UNMARKED
 from training.files import write_whole
 
 LETTERS_BY_KIND = "GAVLIMCPFWYSTNQHKRDE"    # small and greasy, aromatic, polar, charged
@@ -25,19 +27,28 @@ GREY = "0.85"           # of cells without a score, such as gaps
 SCALE = "score, nats (above 0: the mutant is preferred)"
 DOT = "dot: wild type, also above"
 MOST_COLOURS = 10       # proteins that have a colour of their own
+# How cells are marked: the arguments of scatter. What is measured is crossed out; what is proposed
+# is framed in a colour that the map does not have.
+MARKS = {MEASURED: {"label": "measured", "marker": "x", "s": 14, "color": "black",
+                    "linewidths": 0.8},
+         PROPOSED: {"label": "proposed", "marker": "s", "s": 40, "facecolors": "none",
+                    "edgecolors": "#00a000", "linewidths": 1.6}}
 
 
-def draw_scan(proteins: list[Protein], scores: list[np.ndarray], path) -> None:
+def draw_scan(proteins: list[Protein], scores: list[np.ndarray], path,
+              marks: list[np.ndarray] | None = None) -> None:
     """Draw the scores of all single mutations of a protein: a line of cells for each letter.
 
-    Long chains are wrapped. Raises: ImportError without matplotlib."""
+    Long chains are wrapped. marks: (n,) of each protein, what of MARKS its variants have; None: no
+    marks and no legend of them. Raises: ImportError without matplotlib."""
     from matplotlib.figure import Figure
-    blocks = []     # (title, labels, wild types, cells (20, n))
-    for protein, of_protein in zip(proteins, scores):
+    blocks = []     # (title, labels, wild types, cells (20, n), marks (20, n))
+    for number, protein in enumerate(proteins):
+        of_protein = np.full(len(protein.variants), UNMARKED) if marks is None else marks[number]
         for chain in protein.complex.design:
-            blocks += blocks_of(protein, chain, of_protein)
+            blocks += blocks_of(protein, chain, scores[number], of_protein)
     limit = float(np.quantile(np.abs(np.concatenate(scores)), WITHIN)) or 1.0
-    longest = max(cells.shape[1] for *_, cells in blocks)
+    longest = max(cells.shape[1] for *_, cells, _ in blocks)
     width = max(INCHES * longest + 1.6, LEAST_WIDTH)
     height = (INCHES * len(LETTERS_BY_KIND) + 0.75) * len(blocks) + 0.3
     figure = Figure(figsize=(width, height), layout="constrained")
@@ -47,23 +58,29 @@ def draw_scan(proteins: list[Protein], scores: list[np.ndarray], path) -> None:
     bar = figure.colorbar(image, ax=list(axes), extend="both", fraction=0.02, pad=0.01,
                           shrink=min(1.0, 3.0 / height + 0.3))
     bar.set_label(f"{SCALE}\n{DOT}")
+    if marks is not None:
+        shown = [axes[0].scatter([], [], **style) for style in MARKS.values()]
+        figure.legend(handles=shown, loc="outside lower left", ncols=len(shown), fontsize=8,
+                      frameon=False)
     write_whole(path, lambda file: figure.savefig(file, dpi=DPI, format="png"))
 
 
-def blocks_of(protein, chain, scores):
-    """[(title, labels, wild types, cells)] of a chain, with up to PER_LINE residues each.
+def blocks_of(protein, chain, scores, marks):
+    """[(title, labels, wild types, cells, marked)] of a chain, with up to PER_LINE residues each.
 
     labels: number of each residue in the file, "" for a gap. wild types: its letter, or "".
-    cells: (20, n) scores, 0 of the wild type, nan where there is none."""
+    cells: (20, n) scores, 0 of the wild type, nan where there is none. marked: (20, n)."""
     numbers = protein.structure.chains[chain].numbers
     place = {number: k for k, number in enumerate(numbers) if number}
     cells = np.full((len(LETTERS_BY_KIND), len(numbers)), math.nan)
+    marked = np.full(cells.shape, UNMARKED)
     wild_types = [""] * len(numbers)
-    for variant, score in zip(protein.variants, scores):
+    for variant, score, mark in zip(protein.variants, scores, marks):
         if variant.cells.get("chain", chain) == chain:
             mutation, = variant.mutations
             k = place[mutation.number]
             cells[LETTERS_BY_KIND.index(mutation.mutant), k] = score
+            marked[LETTERS_BY_KIND.index(mutation.mutant), k] = mark
             wild_types[k] = mutation.wild_type
             cells[LETTERS_BY_KIND.index(mutation.wild_type), k] = 0
     scored = [k for k, letter in enumerate(wild_types) if letter]
@@ -75,18 +92,21 @@ def blocks_of(protein, chain, scores):
         part = slice(first, min(first + PER_LINE, scored[-1] + 1))
         labels = [number or "" for number in numbers[part]]
         blocks.append((f"{name}: {labels[0]} to {labels[-1]}", labels, wild_types[part],
-                       cells[:, part]))
+                       cells[:, part], marked[:, part]))
     return blocks
 
 
-def draw_block(axis, title, labels, wild_types, cells, longest, limit):  # noqa: PLR0913
+def draw_block(axis, title, labels, wild_types, cells, marked, longest, limit):  # noqa: PLR0913
     """Draw one line of a heat map. Returns the image, of which the colour bar is made."""
     from matplotlib import colormaps
     colours = colormaps["RdBu"].with_extremes(bad=GREY)
     image = axis.imshow(cells, cmap=colours, vmin=-limit, vmax=limit, interpolation="nearest")
     axis.spines[:].set_visible(False)       # they would frame the empty end of a line
-    marked = [(k, LETTERS_BY_KIND.index(letter)) for k, letter in enumerate(wild_types) if letter]
-    axis.scatter(*zip(*marked), s=9, color="black", linewidths=0)
+    dots = [(k, LETTERS_BY_KIND.index(letter)) for k, letter in enumerate(wild_types) if letter]
+    axis.scatter(*zip(*dots), s=9, color="black", linewidths=0)
+    for mark, style in MARKS.items():
+        rows, columns = np.nonzero(marked == mark)
+        axis.scatter(columns, rows, **style)
     axis.set_xlim(-0.5, longest - 0.5)      # cells of all lines have one width
     axis.set_yticks(range(len(LETTERS_BY_KIND)), LETTERS_BY_KIND, fontsize=7,
                     family="monospace")

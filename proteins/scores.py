@@ -38,8 +38,13 @@ def table_text(proteins: list[Protein], scores: list[np.ndarray]) -> str:
         own = naming_cells(protein)
         for variant, score in zip(protein.variants, of_protein):
             writer.writerow([*(own[name] for name in added), *variant.cells.values(),
-                             f"{score:.5f}"])
+                             written(score)])
     return text.getvalue()
+
+
+def written(score: float) -> str:
+    """A score as it stands in a table."""
+    return f"{score:.5f}"
 
 
 def naming_cells(protein):

@@ -132,7 +132,7 @@ def test_the_score_alone_is_subtracted(options, weights, score):
 
 
 @pytest.mark.parametrize("other", [
-    ["--seed", "1"], ["--orders", "5"], ["--mutable_positions", "A10-A11"]])
+    ["--seed", "1"], ["--orders", "5"], ["--mutable_positions", "A10-A11"], ["--top", "3"]])
 def test_what_ranks_have_to_share_changes_with(other, folder):
     found = []
     for options in ([], other):
@@ -271,9 +271,11 @@ def test_a_model_needs_a_mask(score, folder):
 
 @pytest.mark.parametrize("arguments", [
     ["w.pt", "two.pdb", "--scan", "--correct_unfolded", "--orders", "3"],
+    ["w.pt", "two.pdb", "--scan", "--top", "30", "--unmeasured", "measured.csv"],
     ["sedd.pt", "--mutations", "t.csv", "--measured", "ddg", "--tokens", "9"]])
 def test_two_ranks_write_and_say_what_one_does(arguments, folder, command):
     (folder / "t.csv").write_text(TABLE + "GSHHW,A1W,1,g\n")
+    (folder / "measured.csv").write_text("pdb_file,chain,mutation\ntwo.pdb,B,K11W\n")
     _, said = command(*arguments, "--out", "1.csv")
     said = said.partition("written: 1.csv\n")[2]
     done = fork_ranks(2, [ROOT / "score_mutations.py", *arguments, "--out", "2.csv"], folder)
@@ -397,7 +399,91 @@ def test_a_call_in_the_old_form_names_the_new_command(words, script, entry, fold
     assert "variants are scored by score_mutations.py" in capsys.readouterr().err
 
 
+# ---- what to measure next ----
+
+def order_of(rows):
+    """Mutations of a whole scan, the best first."""
+    return [row["mutation"] for row in sorted(rows, key=lambda row: -float(row["score"]))]
+
+
+def test_the_highest_of_a_scan_are_proposed_without_those_measured(command, folder):
+    scan, _ = command("w.pt", "one.pdb", "--scan")
+    first, second, third, fourth, *_ = order_of(scan)
+    (folder / "t.csv").write_text(f"mutation,y\n{first},1\n{third},\n")
+    rows, said = command("w.pt", "one.pdb", "--scan", "--top", "2", "--per_position", "19",
+                         "--unmeasured", "t.csv")
+    assert rows == [row for mutation in (second, fourth) for row in scan
+                    if row["mutation"] == mutation]
+    assert "proposed: 2 mutations, at most 19 per position\n" in said
+
+
+def test_sedd_proposes_for_a_sequence_by_its_table(command, folder):
+    scan, _ = command("sedd.pt", "wild.fasta", "--scan")
+    first, second, *_ = order_of(scan)
+    (folder / "t.csv").write_text(f"sequence,mutation\nmktayiakq,{first}\n")
+    rows, _ = command("sedd.pt", "wild.fasta", "--scan", "--top", "1", "--unmeasured", "t.csv")
+    assert [row["mutation"] for row in rows] == [second]
+
+
+def test_chains_that_the_table_lacks_are_not_proposed(command, folder):
+    (folder / "t.csv").write_text("pdb_file,chain,mutation\ntwo.pdb,B,K11W\n")
+    for weights in ("w.pt", "sedd.pt"):
+        rows, said = command(weights, "two.pdb", "--scan", "--top", "999", "--per_position", "19",
+                             "--unmeasured", "t.csv")
+        assert len(rows) == 208 and {row["chain"] for row in rows} == {"B"}
+        assert "K11W" not in [row["mutation"] for row in rows]
+        assert "found no more for --top 999" in said
+
+
+def test_the_protein_is_known_in_a_copy_of_its_file(command, folder):
+    (folder / "copy.pdb").write_bytes((folder / "one.pdb").read_bytes())
+    (folder / "t.csv").write_text("pdb_file,mutation\ncopy.pdb,K11W\n")
+    rows, _ = command("w.pt", "one.pdb", "--scan", "--top", "999", "--per_position", "19",
+                      "--unmeasured", "t.csv")
+    assert len(rows) == 208
+
+
+@pytest.mark.parametrize("table, options, said", [
+    ("K11W\n", "one.pdb --scan --unmeasured t.csv", "found --unmeasured without --top"),
+    ("K11W\n", "one.pdb --scan --per_position 2", "found --per_position without --top"),
+    ("K11W\n", "one.pdb --mutations t.csv --top 2", "found --top with --mutations"),
+    ("K11W\n", "one.pdb --scan --top 0", "found --top 0; expected at least 1"),
+    ("K11W\n", "one.pdb --scan --top 2 --per_position 0", "found --per_position 0"),
+    ("K11W\n", "one.pdb --scan --top 2 --unmeasured none.csv", "there is no file none.csv"),
+    ("K11W\n", "one.pdb --scan --top 2 --unmeasured t.csv --out t.csv",
+     "the result would overwrite t.csv"),
+    ("K11W\n", "one.pdb two.pdb --scan --top 2 --unmeasured t.csv",
+     "found 2 protein(s) on the command line"),
+    ("K11W\n", "two.pdb --scan --top 2 --unmeasured t.csv --chains A B",
+     "has the protein chains A B; expected one"),
+    ("pdb_file,chain,mutation\ntwo.pdb,B,K11W\n",
+     "one.pdb --scan --top 2 --unmeasured t.csv", "none of a chain that is scanned"),
+    ("M9A\nK10A\nT11A\nA12G\n", "one.pdb --scan --top 2 --unmeasured t.csv",
+     "With every number 1 larger, all do"),
+    ("\n".join(f"K11{letter}" for letter in "ACDEFGHILMNPQRSTVWY"),
+     "one.pdb --scan --mutable_positions A11 --top 2 --unmeasured t.csv",
+     "t.csv has all mutations of the scan")])
+def test_what_cannot_be_proposed_is_refused(table, options, said, command, folder):
+    (folder / "t.csv").write_text(table)
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    _, err = command("w.pt", *options.split(), code=2)
+    assert said in err and err.count("error: ") == 1
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
 # ---- pictures ----
+
+def test_measured_mutations_are_marked_in_the_picture_of_a_scan(command, folder, extras):
+    pytest.importorskip("matplotlib")
+    command("w.pt", "one.pdb", "--scan", "--picture", "plain.png", "--out", "1.csv")
+    pictures = set()
+    for mutation in ("K11W", "T12G"):
+        (folder / "t.csv").write_text(f"{mutation}\n")
+        command("w.pt", "one.pdb", "--scan", "--top", "1", "--unmeasured", "t.csv", "--picture",
+                "p.png", "--out", "2.csv")
+        pictures.add(Path("p.png").read_bytes())
+    assert len(pictures) == 2 and Path("plain.png").read_bytes() not in pictures
+
 
 def test_a_scan_is_drawn(command, extras):
     pytest.importorskip("matplotlib")
