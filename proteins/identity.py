@@ -57,14 +57,15 @@ def hold_out_families(proteins: Sequence[Protein], fraction: float, share: float
     sequences = sorted({known_letters(protein) for protein in proteins})
     identities = all_identities(sequences, alive)
     families = connected(identities >= share)
+    draws = [draw_of("\n".join(sequences[member] for member in family)) for family in families]
     is_held_out = np.zeros(len(sequences), bool)
-    for family in families:
-        content = "\n".join(sequences[member] for member in family)
-        is_held_out[family] = draw_of(content) < fraction
+    for family, draw in zip(families, draws):
+        is_held_out[family] = draw < fraction
     held_letters = {sequences[number] for number in np.flatnonzero(is_held_out)}
     held_out = [protein for protein in proteins if known_letters(protein) in held_letters]
     rest = [protein for protein in proteins if known_letters(protein) not in held_letters]
-    check_sides(rest, held_out, fraction, f" in {len(families):,} families of {share:.0%} identity")
+    check_sides(rest, held_out, fraction, draws,
+                f" in {len(families):,} families of {share:.0%} identity")
     nearest = float(identities[is_held_out][:, ~is_held_out].max())
     return Split(rest, held_out, len(families), nearest)
 
@@ -83,12 +84,13 @@ def hold_out_proteins(proteins: Sequence[Protein],
     """
     rest = []
     held_out = []
-    for protein in proteins:
-        if draw_of(protein.sequence) < fraction:
+    draws = [draw_of(protein.sequence) for protein in proteins]
+    for protein, draw in zip(proteins, draws):
+        if draw < fraction:
             held_out.append(protein)
         else:
             rest.append(protein)
-    check_sides(rest, held_out, fraction)
+    check_sides(rest, held_out, fraction, draws)
     return rest, held_out
 
 
@@ -181,9 +183,16 @@ def draw_of(text):
     return int.from_bytes(digest[:8], "big") / 2**64
 
 
-def check_sides(rest, held_out, fraction, how=""):
-    """ValueError if either side is empty. how: text on how proteins stay together."""
-    if not rest or not held_out:
-        raise ValueError(f"found {len(rest) + len(held_out)} protein(s){how}, of which "
-                         f"{len(held_out)} would be held out by the fraction {fraction:g}; "
-                         "expected some on both sides. Give more proteins, or another fraction.")
+def check_sides(rest, held_out, fraction, draws, how=""):
+    """ValueError if either side is empty.
+
+    draws: of all proteins or families. how: text on how proteins stay together."""
+    if rest and held_out:
+        return
+    advice = "Give more proteins"
+    other = float(f"{(min(draws) + max(draws)) / 2:.3f}")
+    if min(draws) < other <= max(draws):
+        advice += f", or another fraction, such as {other:g}"
+    raise ValueError(f"found {len(rest) + len(held_out)} protein(s){how}, of which "
+                     f"{len(held_out)} would be held out by the fraction {fraction:g}; "
+                     f"expected some on both sides. {advice}.")

@@ -140,3 +140,16 @@ def test_about_the_fraction_of_unrelated_proteins_is_held_out():
 def test_nothing_on_one_side_is_refused(hold_out):
     with pytest.raises(ValueError, match="expected some on both sides"):
         hold_out(proteins_of([WHOLE, WHOLE]))
+
+
+@pytest.mark.parametrize("hold_out", [
+    lambda proteins, fraction: hold_out_families(proteins, fraction, SHARE).held_out,
+    lambda proteins, fraction: hold_out_proteins(proteins, fraction)[1]])
+@pytest.mark.parametrize("fraction", [1e-9, 1 - 1e-9])
+def test_the_fraction_that_a_refusal_names_has_some_on_both_sides(hold_out, fraction):
+    rng = np.random.default_rng(0)
+    proteins = proteins_of(drawn(rng, 30) for _ in range(4))
+    with pytest.raises(ValueError, match="such as ") as refusal:
+        hold_out(proteins, fraction)
+    named = float(str(refusal.value).partition("such as ")[2].rstrip("."))
+    assert 0 < len(hold_out(proteins, named)) < 4
