@@ -81,7 +81,9 @@ def load_tables(config: Any, place: Callable, alive: Callable = lambda: None) ->
         return [(proteins[number], tables[number]) for number in kept]
 
     train, val = read_both(data, read)
-    if val is None and data.val_fraction:
+    if val is not None:
+        notes += describe_shared(train, val)
+    elif data.val_fraction:
         try:
             split = hold_out_families([protein for protein, _ in train], data.val_fraction,
                                       section.identity, alive)
@@ -99,6 +101,16 @@ def load_tables(config: Any, place: Callable, alive: Callable = lambda: None) ->
         val = [table for _, table in val]
     content = [[table.key for table in part] for part in (train, val or [])]
     return pairs_of_run(train, val, content, notes)
+
+
+def describe_shared(train, val):
+    """List of a warning, if a file of validation has proteins of the other."""
+    sequences = {protein.sequence for protein, _ in train}
+    shared = sorted({protein.name for protein, _ in val if protein.sequence in sequences})
+    if not shared:
+        return []
+    return [f"ATTENTION: {len(shared):,} protein(s) are in training and validation, first "
+            f"{shared[0]}: validation does not tell about new proteins."]
 
 
 def make_table(protein: Protein, section: Any) -> VariantTable:

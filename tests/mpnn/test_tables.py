@@ -16,7 +16,7 @@ from mpnn.model import random_proteinmpnn
 from mpnn.pairs import Pair
 from mpnn.tables import SAVES_MEMORY_FROM, TableScorer
 from proteins.letters import AMINO_ACIDS, LETTERS
-from proteins.mutations import place_on_sequences
+from proteins.mutations import place_all, place_on_sequences
 from proteins.structures import read_structure
 from test_train_dpo import SMALL, TINY, run, write_pairs
 from test_variants import random_complex
@@ -313,6 +313,19 @@ def test_relatives_are_on_one_side_of_the_validation_of_a_table(tmp_path):
     ends = [{tuple(table.complex.S[20:]) for table in side} for side in (data.train, data.val)]
     assert not ends[0] & ends[1]
     assert len(data.train) + len(data.val) == 16 and len(data.val) % 2 == 0
+
+
+def test_proteins_in_training_and_validation_are_named(tmp_path):
+    """s0 is in both tables."""
+    lines = write_table(tmp_path).read_text().splitlines(keepends=True)
+    (tmp_path / "val.csv").write_text("".join(lines[:30]))
+    (tmp_path / "rest.csv").write_text("".join([lines[0], *lines[45:]]))
+    notes = {}
+    for train in ("table.csv", "rest.csv"):
+        config = config_of(data__train_data=tmp_path / train, data__val_data=tmp_path / "val.csv")
+        notes[train] = " ".join(load_tables(config, place_all).description)
+    assert "1 protein(s) are in training and validation" in notes["table.csv"]
+    assert "in training and validation" not in notes["rest.csv"]
 
 
 def test_a_resumed_run_on_tables_equals_an_uninterrupted_one(tmp_path):
