@@ -29,13 +29,12 @@ unless --wild_type says so: fitness often gives it 1. Of pairs that differ by at
 --per_structure with the largest differences are kept. Only the positions at which the two differ
 are mutable_positions. Duplicates count once, as those of designs. Lines without a score are left
 out; so are those that do not fit the structure, which are named; if most do not, nothing is
-written. --hold_out 0.2 leaves out all mutations
-of about a fifth of the proteins, chosen by a hash of the mutated chain's sequence, and writes them
-to a table beside the pairs (pairs.json: pairs_held_out.csv), with which score_mutations.py
---mutations measures what training has gained on proteins that it did not see. Those
-with a relative in the pairs, of 30 % identity or more, are named; split_mutations.py keeps
-relatives together. --ca_only reads CA atoms alone, for pairs on which a CA-only
-model is trained; a residue then needs no other atom.
+written. --hold_out 0.2 leaves out all mutations of about a fifth of the proteins, chosen by a hash
+of the mutated chain's sequence, and writes them to a table beside the pairs (pairs.json:
+pairs_held_out.csv), with which score_mutations.py --mutations measures what training has gained on
+proteins that it did not see. Those with a relative in the pairs, of 30 % identity or more, are
+named; split_mutations.py keeps relatives together. --ca_only reads CA atoms alone, for pairs on
+which a CA-only model is trained; a residue then needs no other atom.
 
 For train_dpo_ddp.py with model.kind=sedd, which needs no structures: the table of mutations has a
 column sequence in place of pdb_file, the wild type, whose residues count from 1; or --sequences
@@ -60,7 +59,7 @@ from dpo.pair_files import LEAST_WEIGHT
 from proteins.identity import RELATED, find_relatives, hold_out_proteins
 from proteins.letters import LETTERS
 from proteins.mutations import (absolute, columns_of, describe_skipped, measured_values,
-                                place_table, read_mutations, table_text)
+                                place_named, read_mutations, variants_text)
 from proteins.structures import describe_modified
 from proteins.tables import (MAX_LISTED, check_cells, describe_duplicates, read_rows,
                              read_table_text, refuse_all, table_columns)
@@ -273,7 +272,7 @@ def describe_wild_type(args, rules, wild_type_is):
 
 def proteins_of(table, args):
     """The Proteins of a table of mutations; prints which variants fit none. Raises: ValueError."""
-    proteins, skipped = place_table(table, bool(args.ca_only))
+    proteins, skipped = place_named(table, bool(args.ca_only))
     if skipped.variants:
         print(describe_skipped(table, skipped), file=sys.stderr)
     modified = describe_modified(protein.structure for protein in proteins)
@@ -442,7 +441,7 @@ def main(argv):
         else:
             text = json.dumps(entries, indent=1)
         if held_out:
-            of_held_out = table_text(held_out, columns_of(held_out), args.pairs.parent)
+            of_held_out = variants_text(held_out, columns_of(held_out), args.pairs.parent)
             write_text_atomic(held_out_file(args.pairs), of_held_out)
         write_text_atomic(args.pairs, text + "\n")
         say_result(args, n_sequences, entries, counts, notes)

@@ -16,9 +16,8 @@ not fit their protein are named and left out; if most do not, nothing is scored.
 prints Spearman's rank correlation with that column, over all mutations (whole proteins drawn anew
 for its 95 % interval) and per protein with at least ten. --top N of a scan leaves the N highest
 scores, best first, without the mutations of the table --unmeasured: what to measure next
-(docs/rounds.md). Which model the weights are of is told
-from their file. The result is written whole or not at all; wrong input ends with one message and
-exit code 2.
+(docs/rounds.md). Which model the weights are of is told from their file. The result is written
+whole or not at all; wrong input ends with one message and exit code 2.
 """
 if __name__ == "__main__":   # runs this command again in a child, the rank; this process guards it
     import ddp_guard
@@ -168,6 +167,9 @@ def refuse_options(args, names, of):
 
 def read_scan(args, scorer):
     """The Proteins of --scan. Raises ValueError or OSError."""
+    if len({is_structure(path) for path in args.proteins}) > 1:
+        raise ValueError(f"found {' '.join(map(str, args.proteins))}: structures and sequences, "
+                         "whose tables have other columns; expected one kind.")
     proteins = []
     for path in args.proteins:
         if is_structure(path):

@@ -24,8 +24,8 @@ import sys
 from pathlib import Path
 
 from proteins.identity import RELATED, hold_out_families
-from proteins.mutations import (columns_of, describe_skipped, place_table, read_mutations,
-                                table_text)
+from proteins.mutations import (columns_of, describe_skipped, place_named, read_mutations,
+                                variants_text)
 from proteins.structures import describe_modified
 from training.files import check_output, write_text_atomic
 from training.parser import Parser
@@ -43,7 +43,7 @@ def read_tables(paths, ca_only):
             raise ValueError(f"{table.path} and {tables[0].path}: one has sequences, the other "
                              "structures; expected all tables with a column pdb_file, or all with "
                              "a column sequence.")
-        of_table, skipped = place_table(table, ca_only)
+        of_table, skipped = place_named(table, ca_only)
         if skipped.variants:
             print(describe_skipped(table, skipped), file=sys.stderr)
         proteins += of_table
@@ -97,8 +97,8 @@ def split_tables(args):
         check_output(held_out_path, [*args.tables, *structures])
     split = hold_out_families(proteins, args.hold_out, args.identity)
     columns = columns_of(proteins)
-    write_text_atomic(rest_path, table_text(split.rest, columns, args.out_folder))
-    write_text_atomic(held_out_path, table_text(split.held_out, columns, args.out_folder))
+    write_text_atomic(rest_path, variants_text(split.rest, columns, args.out_folder))
+    write_text_atomic(held_out_path, variants_text(split.held_out, columns, args.out_folder))
     print(f"{split.n_families:,} families of proteins with an identity of {args.identity:g} or "
           f"more; the nearest on different sides: {split.nearest:.3f}")
     print(describe_side(rest_path, split.rest))

@@ -2,7 +2,7 @@
 
     table = read_mutations("s2648.csv", measured="ddg")
     proteins, skipped = place_all(table)            # a Protein for each structure and chain
-    text = table_text(proteins, columns_of(proteins), folder)      # CSV, to be read again
+    text = variants_text(proteins, columns_of(proteins), folder)      # CSV, to be read again
     protein = scan_sequence("mine", "MKTAYIAKQ")    # all single mutations
 
 A list has one variant per line, such as A12V or A12V:G45D; text after # is left out. A table (CSV,
@@ -190,7 +190,7 @@ def place_all(table: MutationTable, structure: str | Path | None = None, chain: 
     return what_fits(table, placements)
 
 
-def place_table(table: MutationTable, ca_only: bool = False) -> tuple[list[Protein], Skipped]:
+def place_named(table: MutationTable, ca_only: bool = False) -> tuple[list[Protein], Skipped]:
     """The proteins of a table that names them, each chain without others as context. As place_all,
     or place_on_sequences. Raises: ValueError."""
     if table.has_sequences:
@@ -321,7 +321,7 @@ def columns_of(proteins: list[Protein]) -> list[str]:
     return list(columns)
 
 
-def table_text(proteins: list[Protein], columns: list[str], folder: Path) -> str:
+def variants_text(proteins: list[Protein], columns: list[str], folder: Path) -> str:
     """CSV of the variants of proteins, with their own cells; paths relative to `folder`."""
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")

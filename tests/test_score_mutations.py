@@ -379,6 +379,7 @@ def test_a_run_folder_of_proteinmpnn_is_refused_with_the_file_to_give(command, f
     ("none.pt one.pdb --scan", "there is no file none.pt"),
     ("one.pdb one.pdb --scan", "cannot read"),
     ("w.pt one.pdb --scan --out p.png --picture ./p.png", "the picture would overwrite the table"),
+    ("sedd.pt one.pdb wild.fasta --scan", "structures and sequences"),
     ("w.pt one.pdb two.pdb --scan --picture p.png", "found --picture with 2 proteins")])
 def test_a_wrong_command_is_refused(arguments, said, command):
     _, err = command(*arguments.split(), code=2)
