@@ -7,7 +7,8 @@ Reads tables of mutations (CSV; docs/data.md has the columns). Writes split/rest
 train_dpo_ddp.py with loss.unit=table, and split/held_out.csv, with which score_mutations.py
 --mutations measures what was learned. Both have all columns of all tables, and paths of structures
 relative to the new folder. Values are copied as they are: before joining tables, give columns of
-one name the same unit and sign.
+one name the same unit and sign. Of several tables, each has its own two as well, such as
+split/megascale_rest.csv and split/megascale_held_out.csv.
 
 Proteins whose mutated chains are related, by an identity of --identity or more (equal letters per
 column of an alignment, see proteins/identity.py), are on the same side, as are relatives of
@@ -32,7 +33,7 @@ from training.parser import Parser
 
 
 def read_tables(paths, ca_only):
-    """The Proteins of all tables; files that they name. Prints which variants do not fit.
+    """List of the Proteins of each table; files that they name. Prints which variants do not fit.
 
     Raises: ValueError."""
     tables = [read_mutations(path) for path in paths]
@@ -46,12 +47,30 @@ def read_tables(paths, ca_only):
         of_table, skipped = place_named(table, ca_only)
         if skipped.variants:
             print(describe_skipped(table, skipped), file=sys.stderr)
-        proteins += of_table
+        proteins.append(of_table)
         structures += table.structures
-    modified = describe_modified(protein.structure for protein in proteins)
+    modified = describe_modified(protein.structure for of_table in proteins for protein in of_table)
     if modified:
         print(modified, file=sys.stderr)
     return proteins, structures
+
+
+def files_of(tables, proteins, split, folder):
+    """{path: its Proteins}: of all tables, and of each."""
+    files = {folder / "rest.csv": split.rest, folder / "held_out.csv": split.held_out}
+    if len(tables) == 1:
+        return files
+    held_out = {id(protein) for protein in split.held_out}
+    stems = [path.stem for path in tables]
+    for number, (stem, of_table) in enumerate(zip(stems, proteins), 1):
+        if stems.count(stem) > 1:
+            stem = f"{stem}_{number}"
+        sides = {"rest": [], "held_out": []}
+        for protein in of_table:
+            sides["held_out" if id(protein) in held_out else "rest"].append(protein)
+        for side, of_side in sides.items():
+            files[folder / f"{stem}_{side}.csv"] = of_side
+    return files
 
 
 def describe_side(path, proteins):
@@ -89,20 +108,20 @@ def make_parser():
 def split_tables(args):
     """Do what the options say. Raises: ValueError or OSError."""
     check_options(args)
-    proteins, structures = read_tables(args.tables, args.ca_only)
-    rest_path = args.out_folder / "rest.csv"
-    held_out_path = args.out_folder / "held_out.csv"
-    if args.out_folder.is_dir():        # a folder that is missing has nothing to overwrite
-        check_output(rest_path, [*args.tables, *structures])
-        check_output(held_out_path, [*args.tables, *structures])
+    of_tables, structures = read_tables(args.tables, args.ca_only)
+    proteins = [protein for of_table in of_tables for protein in of_table]
     split = hold_out_families(proteins, args.hold_out, args.identity)
+    files = files_of(args.tables, of_tables, split, args.out_folder)
+    if args.out_folder.is_dir():        # a folder that is missing has nothing to overwrite
+        for path in files:
+            check_output(path, [*args.tables, *structures])
     columns = columns_of(proteins)
-    write_text_atomic(rest_path, variants_text(split.rest, columns, args.out_folder))
-    write_text_atomic(held_out_path, variants_text(split.held_out, columns, args.out_folder))
+    for path, of_side in files.items():
+        write_text_atomic(path, variants_text(of_side, columns, args.out_folder))
     print(f"{split.n_families:,} families of proteins with an identity of {args.identity:g} or "
           f"more; the nearest on different sides: {split.nearest:.3f}")
-    print(describe_side(rest_path, split.rest))
-    print(describe_side(held_out_path, split.held_out))
+    for path, of_side in files.items():
+        print(describe_side(path, of_side))
 
 
 def main(argv):

@@ -77,6 +77,15 @@ def test_every_line_is_in_one_of_the_tables_with_the_columns_of_all(tables):
         assert cells == (("A", "1.5", "") if "one/" in row["pdb_file"] else ("", "-2", "lab"))
 
 
+def test_each_of_several_tables_has_its_own_part_of_both_sides(tables):
+    split(tables, "out")
+    for side in ("rest", "held_out"):
+        parts = [rows_of(f"out/m_{number}_{side}.csv") for number in (1, 2)]
+        assert parts[0] + parts[1] == rows_of(f"out/{side}.csv")
+        assert all("one/" in row["pdb_file"] for row in parts[0])
+        assert all("two/" in row["pdb_file"] for row in parts[1])
+
+
 @pytest.mark.parametrize("folder", ["out", "deep/out", "link/out"])
 def test_score_mutations_finds_the_structures_of_a_written_table(folder, tables, tmp_path):
     (tmp_path / "far" / "away").mkdir(parents=True)
