@@ -39,7 +39,7 @@ from mpnn.variants import Scoring
 from mpnn.variants import score_proteins as score_with_proteinmpnn
 from mpnn.weights import load_proteinmpnn
 from proteins.mutations import (describe_skipped, measured_values, place_all, place_on_sequences,
-                                read_mutations, scan_sequence, scan_structure)
+                                read_mutations, refuse_long, scan_sequence, scan_structure)
 from proteins.pictures import draw_measured, draw_scan
 from proteins.proposals import (choose_proposals, describe_proposals, in_order,
                                 keep_measured_chains, marks_of, measured_sites)
@@ -48,7 +48,7 @@ from proteins.scores import (check_measured, check_no_score, correlate_proteins,
 from proteins.seeds import content_key
 from proteins.sequences import named_sequences
 from proteins.structures import FORMATS, describe_modified
-from proteins.tables import MAX_LISTED, describe_duplicates, refuse_all
+from proteins.tables import MAX_LISTED, describe_duplicates
 from sedd.variants import mask_of
 from sedd.variants import score_proteins as score_with_sedd
 from sedd.weights import load_sedd
@@ -268,19 +268,6 @@ def read_fasta(path, scorer):
     return [(name, text.upper().removesuffix("*")) for name, text in named_sequences(path)]
 
 
-def check_lengths(proteins, scorer):
-    """ValueError that lists the proteins that are longer than the model has seen."""
-    problems = []
-    for protein in proteins:
-        n = len(protein.sequence)
-        if n > scorer.longest:
-            line = protein.variants[0].line     # 0: of a scan
-            place = f"line {line}: " if line else ""
-            problems.append(f"{place}{protein.name} has {n:,} residues, but the model was trained "
-                            f"on at most {scorer.longest:,}; leave its variants out")
-    refuse_all("the given proteins", problems, "proteins")
-
-
 def describe(proteins, scorer):
     """Lines that say how the proteins were understood, the first ones if there are many."""
     lines = []
@@ -430,7 +417,7 @@ def run(args, ddp):
     if of_table:
         proteins = keep_measured_chains(proteins, of_table, args.unmeasured)
     measured = measured_sites(of_table)
-    check_lengths(proteins, scorer)
+    refuse_long("the given proteins", proteins, scorer.longest)
     check_alike(inputs_of(args, scorer, proteins, measured), ddp)
     n = sum(len(protein.variants) for protein in proteins)
     print0(ddp, f"{describe(proteins, scorer)}\n{ddp.device}: {args.weights}, {n:,} variants of "

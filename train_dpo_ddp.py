@@ -42,7 +42,7 @@ from dpo.reference import Reference, make_tables
 from dpo.scorer import Likelihoods, load
 from dpo.validation import Validation
 from mpnn.kind import ProteinMPNNKind
-from sedd.dpo import SeddKind
+from sedd.kind import SeddKind
 from training.command_line import (add_run_arguments, exit_with, preparing, print_plan, ranks_meet,
                                    read_command)
 from training.config import (CommonMemory, CommonMonitoring, CommonOptim, CommonTraining,
@@ -162,9 +162,8 @@ class Loss:
                             help="same order for all pairs of a complex with the same designed "
                                  "positions: sequences they share are run once")
     unit: Literal["pair", "table"] = key(
-        "pair", kind="proteinmpnn", help="of which training.batch_size counts: preference pairs, "
-                                         "or proteins with all their measured variants (section "
-                                         "table)")
+        "pair", help="of which training.batch_size counts: preference pairs, or proteins with all "
+                     "their measured variants (section table)")
 
 
 @dataclass
@@ -186,13 +185,16 @@ class Table:
 
 @dataclass
 class Estimator:
-    """Of log-likelihoods of SEDD, see sedd/bounds.py."""
+    """Of log-likelihoods of SEDD, see sedd/bounds.py; of variants of tables, sedd/tables.py."""
     # Their differences tell how noisy an estimate is; far more would not fit into memory.
     samples: int = key(8, least=2, most=1024, kind="sedd",
                        help="noise levels for each sequence of a pair; each is two sequences for "
                             "the network")
     share: bool = key(True, kind="sedd", help="the same noise for chosen and rejected")
     fixed: bool = key(False, kind="sedd", help="one noise for all epochs, or new in each")
+    masked: float = key(0.1, above=0, most=1, kind="sedd",
+                        help="loss.unit table: largest part of a protein that is masked at once, "
+                             "to score many single mutations in one pass")
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """What a kind of model plugs into training on preferences: a Kind, which loads, and its Scorer.
 
-    kind = KINDS[config.model.kind]                 # of train_dpo_ddp.py; mpnn/dpo.py, sedd/dpo.py
-    base, data = load(kind, config, ddp)            # base weights and pairs
+    kind = KINDS[config.model.kind]         # of train_dpo_ddp.py; mpnn/kind.py, sedd/kind.py
+    base, data = load(kind, config, ddp)    # base weights and pairs
     scorer = kind.scorer(base, pairs, config, ddp)
     batch = scorer.prepare(batch)                   # onto the device
     likelihoods = scorer(policy, batch)             # with gradients

@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from dpo.pair_files import PairsOfRun, pairs_of_run, read_both
+from proteins.correlation import LEAST, spearman
 from proteins.identity import hold_out_families
 from proteins.mutations import Protein, describe_skipped, measured_values, read_mutations
-from proteins.seeds import content_key, random_words
+from proteins.seeds import FOR_COUPLES, content_key, random_words
 from proteins.structures import Complex
 from proteins.tables import describe_duplicates
 
@@ -47,7 +49,6 @@ class VariantTable:
         self.values = values
         self.weight = math.sqrt(min(len(variants) / ALL_COUNT, 1))
         self.key = content_key(complex.key, repr(variants), values)
-
 
 
 def load_tables(config: Any, place: Callable, alive: Callable = lambda: None) -> PairsOfRun:
@@ -161,6 +162,86 @@ def draw_couples(values: np.ndarray, margin: float, most: int,
     better = np.where(difference > 0, one, other)
     worse = np.where(difference > 0, other, one)
     return np.stack([better, worse], 1)[differs], size[differs]
+
+
+def batch_of_couples(tables: list[VariantTable], indices: list[int], section: Any, seed: int,
+                     epoch: int | None = None) -> dict[str, Any]:
+    """Q pairs of variants of P proteins.
+
+    Args:
+        section: the config's section table.
+        epoch:   None: the same pairs at each call.
+    Returns: dict of
+        keys           list of P int, of the tables.
+        couples        (Q, 2) int64, the better and the worse variant, counted through all proteins,
+                       of which each has its wild type after its variants.
+        item           (Q,) int64, the pair's protein, 0 to P - 1.
+        share          (Q,) float32, weight of the pair in the mean of its protein.
+        pair_weight    (Q,) float32, the same times the protein's weight.
+        n_scored       (Q,) float32, residues that are mutated in one variant or in both.
+    """
+    parts = {"couples": [], "item": [], "share": [], "pair_weight": [], "n_scored": []}
+    first = 0               # number of a protein's first variant
+    for item, index in enumerate(indices):
+        table = tables[index]
+        draw = [FOR_COUPLES, seed, table.key, -1 if epoch is None else epoch]
+        couples, differences = draw_couples(table.values, section.margin, section.most_pairs, draw)
+        weights = differences if section.weigh else np.ones(len(couples))
+        share = weights / max(weights.sum(), 1e-300)
+        parts["couples"].append(couples + first)
+        parts["item"].append(np.full(len(couples), item))
+        parts["share"].append(share.astype(np.float32))
+        parts["pair_weight"].append((table.weight * share).astype(np.float32))
+        parts["n_scored"].append(count_mutated(table, couples).astype(np.float32))
+        first += len(table.values)
+    batch = {name: torch.from_numpy(np.concatenate(found)) for name, found in parts.items()}
+    batch["keys"] = [tables[index].key for index in indices]
+    return batch
+
+
+def scores_of_couples(scores: list[torch.Tensor], couples: torch.Tensor) -> torch.Tensor:
+    """(Q, 2) float32 scores of pairs.
+
+    scores: (N,) of the variants of each protein; the wild type's is 0. couples: (Q, 2), see
+    batch_of_couples."""
+    with_wild_types = [part for of_protein in scores
+                       for part in (of_protein, of_protein.new_zeros(1))]
+    return torch.cat(with_wild_types).float()[couples]
+
+
+def mean_spearman(scores: list[np.ndarray], tables: list[VariantTable]) -> float | None:
+    """Mean over proteins of Spearman's correlation of scores (N,) with the measured values; None
+    if no protein has enough variants."""
+    found = [spearman_of(of_table, table.values[:-1]) for of_table, table in zip(scores, tables)]
+    found = [value for value in found if np.isfinite(value)]
+    if not found:
+        return None
+    return float(np.mean(found))
+
+
+def describe_couples(section: Any) -> str:
+    """A text on which pairs the loss is a mean of. section: the config's section table."""
+    weighed = ", weighed by their differences" if section.weigh else ""
+    return (f"pairs of variants that differ by {section.margin:g} or more{weighed}, up to "
+            f"{section.most_pairs:,} of a protein")
+
+
+def spearman_of(scores, values):
+    """Spearman's correlation of (N,) numbers, nan for fewer than LEAST."""
+    if len(scores) < LEAST:
+        return np.nan
+    return spearman(np.unique(scores, return_inverse=True)[1],
+                    np.unique(values, return_inverse=True)[1])
+
+
+def count_mutated(table, couples):
+    """(Q,) number of residues that are mutated in one variant of a pair or in both."""
+    is_mutated = np.zeros((len(table.values), table.length), bool)
+    for number, variant in enumerate(table.variants):
+        is_mutated[number, [row for row, _ in variant]] = True
+    is_mutated = is_mutated[:, is_mutated.any(0)]       # the rows that some variant has
+    better, worse = couples.T
+    return (is_mutated[better] | is_mutated[worse]).sum(1)
 
 
 def check_wild_type(path, tables, section):

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from ddp_setup import seed_for
 from dpo.scorer import Base, Likelihoods, Scorer
-from dpo.tables import VariantTable, draw_couples
+from dpo.tables import (VariantTable, batch_of_couples, describe_couples, mean_spearman,
+                        scores_of_couples)
 from mpnn.batches import to_device
 from mpnn.designs import Designs
 from mpnn.dpo import ProteinMPNNScorer
@@ -23,8 +24,6 @@ from mpnn.model import ALPHABET, Encoding, Graph, ProteinMPNN
 from mpnn.pairs import Pair
 from mpnn.variants import (Decoding, Scoring, VariantIndex, index_variants, score_alone,
                            score_proteins, scores_in_order)
-from proteins.correlation import LEAST, spearman
-from proteins.seeds import FOR_COUPLES
 
 X = ALPHABET.index("X")
 # Rows of a complex from which the pass over its single mutations is computed twice, to keep its
@@ -151,10 +150,7 @@ class TableScorer(Scorer):
         return found
 
     def likelihoods(self, output: list[Found], batch: dict) -> Likelihoods:
-        scores = []
-        for found in output:
-            scores += [found.scores, found.scores.new_zeros(1)]     # the wild type's is 0
-        parts = torch.cat(scores).float()[batch["couples"]]
+        parts = scores_of_couples([found.scores for found in output], batch["couples"])
         entropy = torch.stack([found.entropy for found in output]).float()
         kl = None
         if output[0].native is not None:
@@ -185,10 +181,7 @@ class TableScorer(Scorer):
 
     def describe(self) -> tuple[str, str, str]:
         name, more, scoring = self.of_natives.describe()
-        table = self.config.table
-        weighed = ", weighed by their differences" if table.weigh else ""
-        return name, more, (f"{scoring}, pairs of variants that differ by {table.margin:g} or more"
-                            f"{weighed}, up to {table.most_pairs:,} of a protein")
+        return name, more, f"{scoring}, {describe_couples(self.config.table)}"
 
     def designs(self, pairs: list[VariantTable]) -> Designs:
         return Designs(natives_of(pairs), self.of_natives)
@@ -201,20 +194,11 @@ class TableScorer(Scorer):
         scores = score_proteins(model, [table.complex for table in pairs],
                                 [table.variants for table in pairs], Scoring(1, seed), correction,
                                 ddp=self.ddp)
-        found = [spearman_of(of_table, table.values[:-1]) for of_table, table in zip(scores, pairs)]
-        found = [value for value in found if np.isfinite(value)]
         metrics = self.of_natives.more_metrics(model, natives_of(pairs))
-        if found:
-            metrics["val/spearman"] = float(np.mean(found))
+        correlation = mean_spearman(scores, pairs)
+        if correlation is not None:
+            metrics["val/spearman"] = correlation
         return metrics
-
-
-def spearman_of(scores, values):
-    """Spearman's correlation of (N,) numbers, nan for fewer than LEAST."""
-    if len(scores) < LEAST:
-        return np.nan
-    return spearman(np.unique(scores, return_inverse=True)[1],
-                    np.unique(values, return_inverse=True)[1])
 
 
 def natives_of(tables: list[VariantTable]) -> list[Pair]:
@@ -229,45 +213,25 @@ def natives_of(tables: list[VariantTable]) -> list[Pair]:
 # ---------------------------------------------------------------- batches
 def make_batch(tables: list[VariantTable], loss: Any, section: Any,  # noqa: PLR0913  (the config's)
                seed: int, indices: list[int], epoch: int | None = None) -> dict[str, Any]:
-    """The random choices for P proteins: decoding orders, and Q pairs of their variants.
+    """The random choices for P proteins: pairs of their variants, and decoding orders.
 
     Args:
         loss, section: the config's sections loss and table.
         epoch: None: the same choices at each call.
-    Returns: dict of
-        keys           list of P int, of the tables.
-        orders         list of P tensors (O, L) int64. native_orders: list of P tensors (1, L), or
-                       of None, without loss.native_kl.
-        couples        (Q, 2) int64, the better and the worse variant, counted through all proteins,
-                       of which each has its wild type after its variants.
-        item           (Q,) int64, the pair's protein, 0 to P - 1.
-        share          (Q,) float32, weight of the pair in the mean of its protein.
-        pair_weight    (Q,) float32, the same times the protein's weight.
-        n_scored       (Q,) float32, residues that are mutated in one variant or in both.
+    Returns: the dict of batch_of_couples, and
+        orders         list of P tensors (O, L) int64.
+        native_orders  list of P tensors (1, L), or of None, without loss.native_kl.
     """
-    batch = {"keys": [], "orders": [], "native_orders": []}
-    parts = {"couples": [], "item": [], "share": [], "pair_weight": [], "n_scored": []}
-    first = 0               # number of a protein's first variant
-    for item, index in enumerate(indices):
+    batch = batch_of_couples(tables, indices, section, seed, epoch)
+    batch["orders"] = []
+    batch["native_orders"] = []
+    for index in indices:
         table = tables[index]
-        batch["keys"].append(table.key)
         batch["orders"].append(orders_of(table, loss, seed, epoch))
         native_order = None
         if loss.native_kl:
             native_order = shuffled(table, seed_for(seed, "native", table.key, epoch))[None]
         batch["native_orders"].append(native_order)
-        draw = [FOR_COUPLES, seed, table.key, -1 if epoch is None else epoch]
-        couples, differences = draw_couples(table.values, section.margin, section.most_pairs, draw)
-        weights = differences if section.weigh else np.ones(len(couples))
-        share = weights / max(weights.sum(), 1e-300)
-        parts["couples"].append(couples + first)
-        parts["item"].append(np.full(len(couples), item))
-        parts["share"].append(share.astype(np.float32))
-        parts["pair_weight"].append((table.weight * share).astype(np.float32))
-        parts["n_scored"].append(count_mutated(table, couples).astype(np.float32))
-        first += len(table.values)
-    for name, of_proteins in parts.items():
-        batch[name] = torch.from_numpy(np.concatenate(of_proteins))
     return batch
 
 
@@ -285,13 +249,3 @@ def orders_of(table, loss, seed, epoch):
 def shuffled(table, seed):
     """(L,) int64: the rows of a protein in a random order."""
     return torch.randperm(table.length, generator=torch.Generator().manual_seed(seed))
-
-
-def count_mutated(table, couples):
-    """(Q,) number of residues that are mutated in one variant of a pair or in both."""
-    is_mutated = np.zeros((len(table.values), table.length), bool)
-    for number, variant in enumerate(table.variants):
-        is_mutated[number, [row for row, _ in variant]] = True
-    is_mutated = is_mutated[:, is_mutated.any(0)]       # the rows that some variant has
-    better, worse = couples.T
-    return (is_mutated[better] | is_mutated[worse]).sum(1)

@@ -350,6 +350,21 @@ def measured_values(protein: Protein) -> dict[tuple, list[float]]:
     return values
 
 
+def refuse_long(where: str | Path, proteins: list[Protein], longest: float) -> None:
+    """ValueError that lists the proteins that are longer than a model has seen.
+
+    where: what is refused, for the message. longest: residues."""
+    problems = []
+    for protein in proteins:
+        n = len(protein.sequence)
+        if n > longest:
+            line = protein.variants[0].line     # 0: of a scan
+            place = f"line {line}: " if line else ""
+            problems.append(f"{place}{protein.name} has {n:,} residues, but the model was trained "
+                            f"on at most {longest:,}; leave its variants out")
+    refuse_all(where, problems, "proteins")
+
+
 def describe_skipped(table: MutationTable, skipped: Skipped) -> str:
     """A text on the variants that place_all has left out; "" if there are none."""
     n = len(skipped.variants)

@@ -1,6 +1,6 @@
 """Proteins that the policy draws at each evaluation of DPO: has it collapsed?
 
-    designs = Designs(pairs, sedd, config)
+    designs = Designs(lengths, sedd, config)
     values = designs(model, step, folder, ddp)     # metrics by name; FOLDER/designs/step_N.fasta
 
 The random numbers of a protein are seeded by (seed, its number), not by the step: proteins of two
@@ -20,17 +20,16 @@ from training.loop import eval_mode
 
 
 class Designs(PolicyDesigns):
-    """Draws monitoring.n_designs proteins as long as preferred ones of validation pairs."""
+    """Draws monitoring.n_designs proteins as long as those of validation."""
 
-    def __init__(self, pairs: list, sedd: Any, config: Any):
-        """sedd: a Sedd, whose model has the base weights."""
+    def __init__(self, lengths: list[int], sedd: Any, config: Any):
+        """lengths: taken in turn. sedd: a Sedd, whose model has the base weights."""
         super().__init__(sedd.model)
         self.sedd = sedd
         self.seed = config.training.seed
         self.steps = config.monitoring.design_steps
-        ordered = sorted(pairs, key=lambda pair: pair.key)
         number = config.monitoring.n_designs
-        self.lengths = [len(ordered[k % len(ordered)].chosen) for k in range(number)]
+        self.lengths = [lengths[k % len(lengths)] for k in range(number)]
 
     @torch.no_grad()
     def draw(self, model, ddp):

@@ -11,9 +11,11 @@ mutant. Writes nothing.
 import collections
 import itertools
 import math
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ddp_setup import Ddp, all_sum, autocast, note_progress
 from proteins.letters import X_ID, encode
@@ -42,15 +44,77 @@ def predict_letters(sedd, rows, tokens=16384, dtype=torch.float32, ddp=None):
     size = max(tokens // rows.shape[1], 1)
     for first in range(ddp.rank * size, len(rows), ddp.world_size * size):
         part = torch.from_numpy(rows[first:first + size]).long().to(ddp.device)
-        is_mask = part == mask_of(sedd)
-        share = is_mask.float().mean(1).clamp(max=0.99)
-        with autocast(dtype, ddp):   # the noise level at which this share is masked on average
-            scores = sedd.model(part, -torch.log1p(-share), None, is_mask)
-        log_p = torch.log_softmax(scores[is_mask][:, :X_ID].float(), -1).cpu()
+        with autocast(dtype, ddp):
+            log_p = log_probs_at_masks(sedd.model, part, mask_of(sedd)).cpu()
         end = ends[first:first + size][-1]
         out[end - len(log_p):end] = log_p
         note_progress(ddp)
     return all_sum(out, ddp).double().numpy()
+
+
+def log_probs_at_masks(model: torch.nn.Module, rows: Tensor, mask_id: int) -> Tensor:
+    """ln p (masks, 20) of each letter at the masks of rows, in their order, with gradients.
+
+    rows: (n, L) int64 tokens, mask_id at the places to be predicted."""
+    is_mask = rows == mask_id
+    # The noise level at which this share is masked on average.
+    share = is_mask.float().mean(1).clamp(max=0.99)
+    scores = model(rows, -torch.log1p(-share), None, is_mask)
+    return torch.log_softmax(scores[is_mask][:, :X_ID], -1)
+
+
+class MaskedRows(NamedTuple):
+    """Rows of a protein with masks, and where the letters of N variants are found behind these.
+
+    rows:   (n, L) int64 tokens.
+    number: (E,) int64, of each mutation of a variant: the variant, 0 to N - 1.
+    mask:   (E,) int64: which mask, counted as by log_probs_at_masks.
+    letter, wild_type: (E,) int64.
+    n_variants: () int64, N.
+    """
+    rows: Tensor
+    number: Tensor
+    mask: Tensor
+    letter: Tensor
+    wild_type: Tensor
+    n_variants: Tensor
+
+
+def mask_places(row: np.ndarray, variants: list[list[tuple[int, int]]], mask_id: int,
+                groups: list[list[int]] | None = None) -> MaskedRows:
+    """The MaskedRows of variants of a protein (L,), each a list of (place, letter).
+
+    All mutated places of a variant are masked in one row, which serves all variants of the same
+    places. groups: of places, each masked in one row that serves the single mutations of all of
+    them; None: each place has a row."""
+    together = {place: tuple(sorted(group)) for group in groups or [] for place in group}
+    places_of = []          # masked in the row of each variant
+    for changes in variants:
+        places = tuple(sorted(place for place, _ in changes))
+        if len(places) == 1:
+            places = together.get(places[0], places)
+        places_of.append(places)
+    firsts = {}             # places of a row -> the number of its first mask
+    n_masks = 0
+    for places in places_of:
+        if places not in firsts:
+            firsts[places] = n_masks
+            n_masks += len(places)
+    rows = np.tile(row.astype(np.int64), (len(firsts), 1))
+    for masked, places in zip(rows, firsts):
+        masked[list(places)] = mask_id
+    entries = []
+    for number, (changes, places) in enumerate(zip(variants, places_of)):
+        entries += [(number, firsts[places] + places.index(place), letter, row[place])
+                    for place, letter in changes]
+    columns = torch.from_numpy(np.array(entries, np.int64).T)
+    return MaskedRows(torch.from_numpy(rows), *columns, torch.tensor(len(variants)))
+
+
+def ratios_of(log_p: Tensor, masked: MaskedRows) -> Tensor:
+    """ln p(variant) - ln p(wild type), (N,), of log_probs_at_masks (masks, 20)."""
+    ratios = log_p[masked.mask, masked.letter] - log_p[masked.mask, masked.wild_type]
+    return ratios.new_zeros(int(masked.n_variants)).index_add(0, masked.number, ratios)
 
 
 def residue_scores(sedd, sequence, **how):
@@ -77,19 +141,9 @@ def variant_scores(sedd, sequence, variants, **how):
     if len(row) > sedd.max_length:
         raise ValueError(f"the sequence has {len(row):,} residues, but the model was trained on at "
                          f"most {sedd.max_length:,}. Cut it to the part that is mutated.")
-    mutations = [(number, place, token, k) for number, changes in enumerate(variants)
-                 for k, (place, token) in enumerate(sorted(changes))]
-    numbers, places, tokens, mask_of_row = np.array(mutations).T
-    rows = np.tile(row, (len(variants), 1))
-    rows[numbers, places] = mask_of(sedd)
-    # Variants of the same places, such as all letters at one place, are the same row.
-    rows, row_of = np.unique(rows, axis=0, return_inverse=True)
-    n_masks = (rows == mask_of(sedd)).sum(1)
-    first_mask = np.cumsum(n_masks) - n_masks       # of each row, in the order of predict_letters
-    log_p = predict_letters(sedd, rows, **how)
-    mask = first_mask[row_of.reshape(-1)[numbers]] + mask_of_row
-    ratios = log_p[mask, tokens] - log_p[mask, row[places]]
-    return np.bincount(numbers, ratios, len(variants))
+    masked = mask_places(row, variants, mask_of(sedd))
+    log_p = predict_letters(sedd, masked.rows.numpy(), **how)
+    return ratios_of(torch.from_numpy(log_p), masked).numpy()
 
 
 def score_proteins(sedd, wild_types, variants, done=None, tokens=16384, dtype=torch.float32,

@@ -11,7 +11,7 @@ import torch
 import sample_sedd
 from ddp_setup import Ddp
 from sedd.pairs import SequencePair, groups_of, read_pairs
-from sedd.dpo import SeddKind
+from sedd.kind import SeddKind
 from proteins.letters import AMINO_ACIDS, encode
 from sedd.weights import load_sedd
 from sedd_cases import NOISE, SIZES, write_checkpoint
