@@ -116,6 +116,14 @@ def arrays(folder, kind, name="one"):
     return dict(np.load(folder / kind / f"{name}.npz"))
 
 
+def test_designs_are_summed_up_by_their_means(pdb, sample):
+    out, err = sample(pdb, "--num", 3)
+    numbers = [head for head, _ in read(out)[1:]]
+    score, recovered = (np.mean([head[name] for head in numbers])
+                        for name in ("score", "seq_recovery"))
+    assert f"one: mean of 3 designs: score {score:.3f}, recovery {recovered:.3f}" in err
+
+
 def test_the_same_seed_gives_the_same_sequences_whatever_the_batch_size_and_number(sample, pdb):
     args = ("--temperature", 1)
     one, five = (sample(pdb, *args, "--num", 5, "--batch_size", size) for size in (1, 5))
