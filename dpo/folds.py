@@ -50,6 +50,6 @@ def lines_on(found: dict) -> list[str]:
         lines.append("  Tuning seems to help, but so few variants do not show it: the interval of "
                      "the gain includes 0.")
     else:
-        lines.append("  ATTENTION: tuning does not help to rank variants that are left out. Use "
-                     "the scores of the base weights, or measure more.")
+        lines.append("  ATTENTION: these variants do not show that tuning helps. Use the scores of "
+                     "the base weights (--correct_unfolded), or measure more.")
     return lines
