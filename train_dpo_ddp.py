@@ -33,15 +33,17 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
-from ddp_setup import (autocast, grad_scaler, optimize_with_ipex, print0, seed_for, stop_reason,
-                       wrap_ddp)
+from ddp_setup import (autocast, grad_scaler, note_progress, optimize_with_ipex, print0, seed_for,
+                       stop_reason, wrap_ddp)
 from dpo.evaluation import (SEEN, SUMS, evaluate, evaluate_start, metrics_of, pack, result_lines,
                             save_model)
+from dpo.folds import cross_validate, lines_on
 from dpo.pair_plan import PairPlan
 from dpo.reference import Reference, make_tables
 from dpo.scorer import Likelihoods, load
 from dpo.validation import Validation
 from mpnn.kind import ProteinMPNNKind
+from proteins.correlation import LEAST
 from sedd.kind import SeddKind
 from training.command_line import (add_run_arguments, exit_with, preparing, print_plan, ranks_meet,
                                    read_command)
@@ -53,14 +55,14 @@ from training.folder import take_folder
 from training.log import open_log
 from training.loop import (N_SCALARS, MicroBatchSampler, Run, after_step, check_alike,
                            clip_gradient, fetch, global_gradient, is_finished, open_batches,
-                           set_learning_rate, step_optimizer)
-from training.meter import bad_steps_field, make_meter, step_values
+                           scale_for_batch, set_learning_rate, step_optimizer, take_step)
+from training.meter import StepMeter, bad_steps_field, make_meter, step_values
 from training.optimizer import make_optimizer
 from training.parser import Parser
 from training.plan import describe_batch, describe_run, plan_head, plan_table, print_lines
 from training.precision import choose_precision
 from training.profile import StepProfile
-from training.resume import (Checkpoint, check_checkpoint, check_data, check_progress,
+from training.resume import (Checkpoint, Former, check_checkpoint, check_data, check_progress,
                              count_micro_batches, hash_of, load_optimizer, load_weights,
                              progress_of, rate_of, save_run, start_or_continue, using_checkpoint)
 
@@ -181,6 +183,9 @@ class Table:
                           help="of a protein; of more, so many are drawn anew in each epoch")
     identity: float = key(0.3, least=0.1, most=1, help="of sequences, from which data.val_fraction "
                                                        "keeps proteins together")
+    folds: int = key(0, least=0, most=100, kind="proteinmpnn",
+                     help="of one protein: first leave each part of the variants out of a short "
+                          "training, and say whether this ranks them better; 0: do not")
 
 
 @dataclass
@@ -266,6 +271,8 @@ def check_config(config: Config, without_data: bool = False) -> None:
     problems = check_common(config)
     problems += check_loss(config.loss)
     problems += check_table(config, without_data)
+    if config.table.folds == 1:
+        problems.append("table.folds is 1; expected 0, or 2 and more")
     if config.monitoring.n_designs == 1:
         problems.append("monitoring.n_designs is 1; expected 0, or 2 and more")
     problems += check_kind(config)
@@ -446,6 +453,7 @@ class DpoCheckpoint(Checkpoint):
     start: float | None = None
     fallen: bool = False
     collapsed: bool = False
+    folds: dict | None = None
 
 
 @dataclass(kw_only=True)
@@ -473,6 +481,7 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
     check_alike({"pairs (hash)": data.fingerprint["hash"], "base weights (hash)": base_hash}, ddp)
     bare = base.model.to(ddp.device)   # the policy
     base = base._replace(model=copy.deepcopy(bare).eval())
+    check_folds(config, data.train)
     scorer = kind.scorer(base, [*data.train, *(data.val or [])], config, ddp)
     unit = unit_of(config)
     anew = kind.options_anew('FORMER' if resume else work_dir)
@@ -497,7 +506,8 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
     progress = progress_of(former, SEEN, {
         "start": None,         # log-probability per residue of chosen ones at the start
         "fallen": False,       # has warned that chosen sequences become less likely
-        "collapsed": False})   # has warned that designs become too alike
+        "collapsed": False,    # has warned that designs become too alike
+        "folds": None})        # what the cross-validation has found
     n_iters = training.n_iters or training.num_epochs * plan.steps_per_epoch
     sampler = MicroBatchSampler(plan.item_of, micro_batches, ddp, progress["step"], n_iters)
     lr, warmup = rate_of(former, config.optim, lr_batch)
@@ -520,6 +530,21 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
     print_lines(ddp, lines + describe_run(run, former.state, unit, lr_batch, ddp))
     take_folder(run, ddp, fresh, ("checkpoints", "reference", "designs"))
     return run
+
+
+def check_folds(config, tables):
+    """ValueError if table.folds is given for tables that it is not for."""
+    folds = config.table.folds
+    if not folds:
+        return
+    if len(tables) > 1:
+        raise ValueError(f"table.folds is {folds}, and {len(tables):,} proteins are for training; "
+                         "expected one. Whole proteins judge several: set table.folds=0, and "
+                         "data.val_fraction or --val_data.")
+    n = len(tables[0].variants)
+    if n < LEAST:
+        raise ValueError(f"table.folds is {folds}, and the table has {n} variants; expected "
+                         f"{LEAST} or more to correlate. Set table.folds=0, or measure more.")
 
 
 def unit_of(config):
@@ -549,6 +574,67 @@ def describe_data(run, data, precision, unit, ddp):
             describe_batch(run, f"up to {run.config.training.batch_size:,} {unit}", ddp)]
 
 
+# ---------------------------------------------------------------- one protein, in memory
+def train_apart(base, table, config, ddp):
+    """The policy after all steps of a training on one protein, in eval mode: the weights that a run
+    gives. Nothing is written or printed.
+
+    base: a Base with its model on the device. table: VariantTable."""
+    training = config.training
+    dtype, _ = choose_precision(config, ddp)
+    scorer = KINDS[config.model.kind].scorer(base, [table], config, ddp)
+    reference = Reference(scorer)
+    policy = copy.deepcopy(base.model)
+    lr, warmup = scale_for_batch(config.optim.lr, config.optim.warmup, config.optim.scale, 1,
+                                 config.optim.base_global_batch)
+    policy, optimizer = optimize_with_ipex(
+        policy, make_optimizer(policy, lr, config.optim, ddp), ddp)
+    plan = PairPlan([table], training.seed, micro_batches=1, batch_size=1)
+    n_iters = training.n_iters or training.num_epochs * plan.steps_per_epoch
+    run = Run(
+        config=config, work_dir=None, continued_from=None, fingerprint={}, bare=policy,
+        model=scorer.module(policy), dtype=dtype, optimizer=optimizer,
+        scaler=grad_scaler(dtype, ddp), lr=lr, warmup=warmup,
+        progress=progress_of(Former(None, None), SEEN, {}),
+        sampler=MicroBatchSampler(plan.item_of, 1, ddp, 0, n_iters), validation=None,
+        n_iters=n_iters, steps_per_epoch=plan.steps_per_epoch, micro_batches=1, global_batch=1,
+        meter=StepMeter(ddp, seen=SEEN))
+
+    def loss_of(model, batch):
+        return micro_batch_loss(model, batch, reference, config, ddp, dtype)
+
+    dataset = MicroBatchDataset(scorer.batch_maker([table]), training.seed)
+    policy.train()
+    for item in run.sampler:
+        take_step(run, iter([dataset[item]]), loss_of, ddp)
+        note_progress(ddp)
+    return policy.eval()
+
+
+def cross_validate_run(run, log, ddp):
+    """Say whether training as in this run ranks variants of its protein better that it has not
+    seen, see dpo/folds.py. A resumed run knows it."""
+    config = run.config
+    if not config.table.folds or run.progress["folds"] is not None:
+        return
+    table, = run.pairs
+    scorer = run.reference.scorer
+
+    def scores_of(model):
+        scores, = scorer.variant_scores(model, [table])
+        return scores
+
+    def scores_after(others):
+        return scores_of(train_apart(scorer.base, others, config, ddp))
+
+    found = cross_validate(table, config.table.folds, config.training.seed,
+                           scores_of(scorer.base.model), scores_after)
+    run.progress["folds"] = found
+    log.metrics(0, {f"folds/{name}": value for name, value in found.items()})
+    for line in lines_on(found):
+        log.say(line)
+
+
 # ---------------------------------------------------------------- train
 def train(run, ddp):  # noqa: C901  (the loop of a run on one screen, in the order of time)
     """Train from where `prepare` left off. Returns the step and the last metrics."""
@@ -561,6 +647,7 @@ def train(run, ddp):  # noqa: C901  (the loop of a run on one screen, in the ord
     log = open_log(run, ddp)
     profile = StepProfile(run, log)
     make_tables(run, ddp)
+    cross_validate_run(run, log, ddp)
     began = time.perf_counter()
     epoch_began = began
     values = evaluate_start(run, log, ddp)

@@ -18,10 +18,10 @@ The file (YAML) has commands with placeholders such as {run}:
     numbers:    {all: 'Spearman (\\S+) over', perplexity: "val/perplexity"}       # columns
 
 {repo} is this repository, {folder} that of --folder, {run} a folder in it for each recipe and seed,
-{recipe} and {seed} name them. A command is split into words as by a shell, and no shell runs it; an
-empty value leaves no word. A column is a key of {run}/metrics.jsonl, whose last value counts, or a
-regular expression whose first group is the number in what the evaluation has printed (its last
-match). "-": not found.
+{recipe} and {seed} name them. Without `train`, the evaluation does all. A command is split into
+words as by a shell, and no shell runs it; an empty value leaves no word. A column is a key of
+{run}/metrics.jsonl, whose last value counts, or a regular expression whose first group is the
+number in what the evaluation has printed (its last match). "-": not found.
 
 Each cell has the mean over seeds and, of several, the least and the largest value. Numbers are kept
 in {run}/learn.json: the same command does not repeat what was done. A training that was asked to
@@ -53,10 +53,10 @@ LOG = "learn.log"
 @dataclass
 class Plan:
     """The file, see above."""
-    train: str
-    weights: str
     evaluate: list
     numbers: dict
+    train: str | None = None
+    weights: str = ""
     given: dict = field(default_factory=dict)
     recipes: dict = field(default_factory=lambda: {"run": {}})
     seeds: list = field(default_factory=lambda: [0])
@@ -97,7 +97,8 @@ def evaluate(plan, run, place, weights=None):
     commands = []
     if weights is None:
         weights = plan.weights.format(**place)
-        commands.append(plan.train)
+        if plan.train is not None:
+            commands.append(plan.train)
     place["weights"] = weights
     commands += plan.evaluate
     words = [words_of(command, place) for command in commands]
@@ -182,7 +183,7 @@ def read_plan(path):
     if not isinstance(found, dict) or not found.keys() <= set(names):
         keys = list(found) if isinstance(found, dict) else type(found).__name__
         raise ValueError(f"{path} has {keys}; expected some of {', '.join(names)}")
-    missing = [name for name in ("train", "weights", "evaluate", "numbers") if name not in found]
+    missing = [name for name in ("evaluate", "numbers") if name not in found]
     if missing:
         raise ValueError(f"{path} has no {', '.join(missing)}; expected these keys")
     plan = Plan(**found)

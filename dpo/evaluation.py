@@ -9,6 +9,7 @@ import time
 import torch
 
 from ddp_setup import save_checkpoint
+from dpo.folds import lines_on
 from training.loop import ADVICE, Diverged, record_score, unpack
 from training.resume import before_saving
 
@@ -187,14 +188,18 @@ def save_model(run, log, ddp, name):
 
 
 def short_result(values, prefix="val/"):
-    return (f"loss {values[prefix + 'loss']:.4f} acc "
-            f"{values[prefix + 'rewards/accuracies']:.3f}")
+    text = f"loss {values[prefix + 'loss']:.4f} acc {values[prefix + 'rewards/accuracies']:.3f}"
+    if prefix + "spearman" in values:
+        text += f" Spearman {values[prefix + 'spearman']:.3f}"
+    return text
 
 
 def result_lines(result, progress, folder):
     """Lines printed at the end of a run: a table of validation metrics, warnings, paths."""
     best = progress["best"]
     lines = []
+    if progress["folds"] is not None:
+        lines += lines_on(progress["folds"])
     columns = {key: column for key, column in COLUMNS.items() if key in result}
     if "val/loss" in result:
         lines.append("  validation" + "".join(f" {title:>10}" for title, _ in columns.values()))

@@ -140,6 +140,11 @@ class Scorer:
         """Metrics by name, beside those of the validation pairs themselves. A collective."""
         return {}
 
+    def variant_scores(self, model: torch.nn.Module, tables: list) -> list:
+        """Of loss.unit table: (N,) scores of the variants of each table, in nats, by one order, as
+        those that the loss compares. model: in eval mode. A collective."""
+        raise NotImplementedError
+
     # ---- for both ----
 
     def rows_of(self, pairs: list, shape: tuple, compute: Callable, what: str) -> torch.Tensor:

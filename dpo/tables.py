@@ -8,6 +8,8 @@ the loss is the mean over pairs of its variants: all that differ by the margin, 
 drawn anew in each epoch. Values are compared within a protein alone, so proteins may be measured in
 other units. Reads the tables of proteins/mutations.py. No model here.
 """
+from __future__ import annotations
+
 import math
 import statistics
 from collections.abc import Callable
@@ -50,6 +52,10 @@ class VariantTable:
         self.weight = math.sqrt(min(len(variants) / ALL_COUNT, 1))
         self.key = content_key(complex.key, repr(variants), values)
 
+    def only(self, chosen: np.ndarray) -> VariantTable:
+        """The table of some of the variants. chosen: (N,) bool."""
+        variants = [self.variants[number] for number in np.flatnonzero(chosen)]
+        return VariantTable(self.name, self.complex, variants, self.values[[*chosen, True]])
 
 def load_tables(config: Any, place: Callable, alive: Callable = lambda: None) -> PairsOfRun:
     """The proteins to train on and to validate with.
@@ -261,11 +267,13 @@ def check_wild_type(path, tables, section):
 
 def describe(path, proteins, tables, kept, section):
     """A line on a table and what is used of it. kept: numbers of the proteins that are."""
-    lengths = [table.length for table in tables]
+    lengths = sorted({table.length for table in tables})
+    residues = f"{lengths[0]:,} residues"
+    if len(lengths) > 1:
+        residues = f"{lengths[0]:,} to {lengths[-1]:,} residues each"
     n_variants = sum(len(table.variants) for table in tables)
     several = sum(len(variant) > 1 for table in tables for variant in table.variants)
-    texts = [f"data: {path}: {n_variants:,} variants of {len(tables):,} protein(s), "
-             f"{min(lengths):,} to {max(lengths):,} residues each",
+    texts = [f"data: {path}: {n_variants:,} variants of {len(tables):,} protein(s), {residues}",
              f"{section.measured}, {section.better} is better"]
     if several:
         texts.append(f"{several:,} of several mutations")

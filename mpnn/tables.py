@@ -186,14 +186,16 @@ class TableScorer(Scorer):
     def designs(self, pairs: list[VariantTable]) -> Designs:
         return Designs(natives_of(pairs), self.of_natives)
 
+    def variant_scores(self, model: ProteinMPNN, tables: list[VariantTable]) -> list[np.ndarray]:
+        correction = None if self.starts_at_base else self.base.model
+        return score_proteins(model, [table.complex for table in tables],
+                              [table.variants for table in tables],
+                              Scoring(1, self.config.training.seed), correction, ddp=self.ddp)
+
     def more_metrics(self, model: ProteinMPNN, pairs: list[VariantTable]) -> dict:
         """As of ProteinMPNNScorer, and the mean over proteins of Spearman's rank correlation of the
-        scores, as of score_mutations.py by one order, with the measured values."""
-        correction = None if self.starts_at_base else self.base.model
-        seed = self.config.training.seed
-        scores = score_proteins(model, [table.complex for table in pairs],
-                                [table.variants for table in pairs], Scoring(1, seed), correction,
-                                ddp=self.ddp)
+        scores with the measured values."""
+        scores = self.variant_scores(model, pairs)
         metrics = self.of_natives.more_metrics(model, natives_of(pairs))
         correlation = mean_spearman(scores, pairs)
         if correlation is not None:

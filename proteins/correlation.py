@@ -26,6 +26,15 @@ class Estimate(NamedTuple):
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
+class Gain(NamedTuple):
+    """Two correlations, nan if all scores or values are equal, with the interval of their
+    difference."""
+    before: float
+    after: float
+    low: float
+    high: float
+
+
 class Report(NamedTuple):
     """Spearman's correlations."""
     overall: Estimate               # of all mutations together
@@ -77,6 +86,23 @@ def correlate(scores: Sequence[float], measured: Sequence[float], proteins: Sequ
         means = random.choice(values, (N_DRAWS, len(values))).mean(1)
         mean = Estimate(float(values.mean()), *interval(means), len(values))
     return Report(overall, mean, of_each, len(names))
+
+
+def compare(before: Sequence[float], after: Sequence[float],
+            measured: Sequence[float], seed: int = 0) -> Gain:
+    """How much higher Spearman's correlation with measured values is of one score than of another.
+
+    before, after, measured: (n,) finite numbers, of one protein. seed: of the bootstrap."""
+    ranks = [np.unique(values, return_inverse=True)[1] for values in (before, after, measured)]
+    n = len(ranks[0])
+    random = np.random.Generator(np.random.PCG64(seed))
+    draws = []
+    for _ in range(N_DRAWS):
+        rows = random.integers(n, size=n)
+        one, other, value = (of_all[rows] for of_all in ranks)
+        draws.append(spearman(other, value) - spearman(one, value))
+    one, other, value = ranks
+    return Gain(spearman(one, value), spearman(other, value), *interval(np.array(draws)))
 
 
 def estimate(x, y, random, unit):

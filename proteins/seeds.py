@@ -22,6 +22,8 @@ FOR_STEPS = 4
 FOR_DEMO = 5
 FOR_MUTATIONS = 6
 FOR_COUPLES = 7
+FOR_FOLDS = 8
+FOR_DRAWS = 9
 
 
 def keyed_generator(*parts) -> torch.Generator:

@@ -385,8 +385,8 @@ def step_optimizer(run, totals) -> None:
 
 
 def take_step(run, batches, loss_of, ddp) -> tuple[Totals, torch.Tensor]:
-    """A step, for benchmarks and tests: the five calls that a training script writes out, as they
-    are what its reader looks for.
+    """A step of a training in memory, and of benchmarks and tests: the five calls that a training
+    script writes out, as they are what its reader looks for.
 
     Returns: (Totals, norm of the gradient before clipping)."""
     set_learning_rate(run)

@@ -22,7 +22,7 @@ def test_what_a_bench_cannot_do_is_refused_in_one_line_before_it_measures(tmp_pa
     (tmp_path / "bad.json").write_text("[1]")
     config = ROOT / "configs" / "sedd_demo.yaml"
     refused = {
-        ("sedd",): "found 'sedd'; expected one of speed, scale, learn",
+        ("sedd",): "found 'sedd'; expected one of speed, scale, learn, own_table",
         ("scale", "--ranks=1,x"): "--ranks 1,x; expected numbers of ranks, such as 1,2,4,8",
         ("scale", "--ranks=1,2,3"): "2 does not divide 3; expected numbers that do",
         ("scale", "--json=bad.json"): "bad.json is no file that",

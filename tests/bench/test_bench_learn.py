@@ -85,6 +85,16 @@ def test_a_command_that_fails_is_named_with_its_last_words(folder):
     assert code == 2 and "exit code 4 of" in err and "no such weights" in err
 
 
+def test_a_file_without_a_training_is_evaluated_alone(folder):
+    (folder / "plan.yaml").write_text("""
+seeds: [1, 22]
+evaluate: ["python {folder}/../judge.py /{seed}"]
+numbers: {length: 'length (\\d+)'}
+""")
+    code, out, err = learn(folder)
+    assert code == 0 and out.splitlines()[-1] == "| run | 1.5 (1 to 2) |", err
+
+
 @pytest.mark.parametrize("words, said", [
     (["--recipes", "two"], "--recipes: found two; expected some of one, three"),
     (["lr=1"], "found lr=1; expected NAME=VALUE, with a name of where, factor, more"),
@@ -97,7 +107,7 @@ def test_what_the_file_does_not_have_is_refused(words, said, folder):
 def test_a_file_of_something_else_is_refused(folder):
     (folder / "plan.yaml").write_text("training: {n_iters: 3}\n")
     code, _, err = learn(folder)
-    assert code == 2 and "plan.yaml has ['training']; expected some of train" in err
+    assert code == 2 and "plan.yaml has ['training']; expected some of evaluate" in err
 
 
 def test_an_unknown_placeholder_is_refused(folder):

@@ -8,10 +8,11 @@ import torch
 from ddp_setup import Ddp
 from dpo.pair_plan import PairPlan
 from dpo.reference import Reference
-from dpo.scorer import Base
+from dpo.scorer import Base, load
 from dpo.tables import VariantTable, draw_couples, load_tables
 from dpo.validation import Validation
 from mpnn.dpo import ProteinMPNNScorer
+from mpnn.kind import ProteinMPNNKind
 from mpnn.model import random_proteinmpnn
 from mpnn.pairs import Pair
 from mpnn.tables import SAVES_MEMORY_FROM, TableScorer
@@ -20,7 +21,8 @@ from proteins.mutations import place_all, place_on_sequences
 from proteins.structures import read_structure
 from test_train_dpo import SMALL, TINY, run, write_pairs
 from test_variants import random_complex
-from train_dpo_ddp import Config, MicroBatchDataset, micro_batch_loss, objective, preference_loss
+from train_dpo_ddp import (Config, MicroBatchDataset, micro_batch_loss, objective, preference_loss,
+                           train_apart)
 from training.config import load_config
 from training.loop import MicroBatchSampler
 from training_runs import (  # noqa: F401 (the fixture one_thread)
@@ -354,6 +356,7 @@ def test_a_table_that_cannot_be_used_is_refused_and_leaves_nothing(tmp_path):
         for line in (tmp_path / "table.csv").read_text().splitlines()[1:]))
     lines = (tmp_path / "table.csv").read_text().splitlines(keepends=True)
     (tmp_path / "one.csv").write_text("".join(lines[:20]))
+    (tmp_path / "few.csv").write_text("".join(lines[:10]))
     base = "model.base_model_name=random data.val_fraction=0 --output_dir new --train_data "
     unit = " loss.unit=table table.measured=ddg table.better=lower"
     assert_refused("train_dpo_ddp", [
@@ -368,5 +371,54 @@ def test_a_table_that_cannot_be_used_is_refused_and_leaves_nothing(tmp_path):
         (base + "table.csv" + unit.replace("ddg", "dG"), "dG"),
         (base + "table.csv" + unit + " table.margin=100", "table.margin 100"),
         (base + "table.csv" + unit + " table.wild_type=1e3", "table.wild_type=null"),
+        (base + "table.csv" + unit + " table.folds=1", "table.folds is 1"),
+        (base + "table.csv" + unit + " table.folds=4 table.wild_type=null", "3 proteins"),
+        (base + "few.csv" + unit + " table.folds=4 table.wild_type=null", "9 variants"),
         (base + "equal.csv" + unit + " table.wild_type=null", "no two variants"),
         (base + "shifted.csv" + unit, "With every number 1 smaller")], tmp_path)
+
+
+# ---- cross-validation ----
+
+def config_for_one(folder, **more):
+    """Of the first protein alone."""
+    lines = write_table(folder).read_text().splitlines(keepends=True)
+    (folder / "one.csv").write_text("".join(lines[:39]))
+    return config_of(data__train_data=folder / "one.csv", table__wild_type="null",
+                     data__val_fraction=0, **{"training__n_iters": 3, "training__batch_size": 1,
+                                              "training__accum": 1, **more})
+
+
+def test_training_apart_gives_the_weights_of_a_run(tmp_path):
+    config = config_for_one(tmp_path, loss__native_kl=0.1, optim__warmup=2, optim__decay="linear",
+                            model__dropout=0.1)
+    run(config, tmp_path / "run")
+    base, data = load(ProteinMPNNKind(), config, Ddp())
+    base.model.eval()
+    apart = train_apart(base, data.train[0], config, Ddp())
+    expected = torch.load(tmp_path / "run" / "latest_model.pt", weights_only=True)
+    for name, value in apart.state_dict().items():
+        assert torch.equal(value, expected["model_state_dict"][name]), name
+    assert not torch.equal(value, base.model.state_dict()[name])
+
+
+def test_a_cross_validation_leaves_the_run_as_it_is(tmp_path):
+    for folds in (0, 2):
+        run(config_for_one(tmp_path, table__folds=folds), tmp_path / str(folds))
+    models = [torch.load(tmp_path / name / "latest_model.pt", weights_only=True)
+              for name in ("0", "2")]
+    first, other = (model["model_state_dict"] for model in models)
+    assert all(torch.equal(first[name], other[name]) for name in first)
+    found = [row for row in rows(tmp_path / "2") if "folds/after" in row]
+    assert [row["step"] for row in found] == [0] and found[0]["folds/variants"] == 38
+
+
+def test_a_resumed_run_knows_the_cross_validation(tmp_path, capsys):
+    config = config_for_one(tmp_path, table__folds=2)
+    run(config, tmp_path / "whole")
+    said = [line for line in capsys.readouterr().out.splitlines() if "cross-validation" in line]
+    assert len(said) == 2 and said[0] == said[1]        # at the start and the end
+    before = tmp_path / "whole" / "checkpoints" / "last-1.pt"
+    run(config, tmp_path / "resumed", resume=before)
+    again = [line for line in capsys.readouterr().out.splitlines() if "cross-validation" in line]
+    assert again == said[1:]

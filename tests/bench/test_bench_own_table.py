@@ -1,0 +1,91 @@
+"""bench/own_table.py: few measurements of a protein, judged by all others."""
+import json
+
+import numpy as np
+import pytest
+
+from bench.own_table import ridge, ridge_scores
+from dpo.tables import VariantTable
+from proteins.letters import AMINO_ACIDS
+from proteins.mutations import scan_sequence
+from training_runs import command_lines
+
+PDB = "ATOM  {:>5}  {:<3} {} A{:>4}    {:>8.3f}{:>8.3f}{:>8.3f}  1.00  0.00           {}  \n"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A table of all letters at two residues of two proteins, and of one at a third."""
+    rng = np.random.default_rng(0)
+    lines = ["pdb_file,mutation,value"]
+    for name, letters in (("one", AMINO_ACIDS), ("two", AMINO_ACIDS), ("few", "W")):
+        text = "".join(PDB.format(4 * row + k, atom, "ALA", row + 1, *(3.8 * row, 0, 0)
+                                  + rng.normal(size=3), atom[0])
+                       for row in range(9) for k, atom in enumerate(("N", "CA", "C", "O")))
+        (tmp_path / f"{name}.pdb").write_text(text)
+        lines += [f"{name}.pdb,A{row}{letter},{number + row}" for row in (3, 7)
+                  for number, letter in enumerate(letters) if letter != "A"]
+    (tmp_path / "table.csv").write_text("\n".join(lines) + "\n")
+    return tmp_path
+
+
+SMALL = [f"model.{name}" for name in (
+    "base_model_name=random", "random.hidden_size=16", "random.n_encoder=1", "random.n_decoder=1",
+    "random.num_edges=4")]
+
+
+def own_table(folder, *words):
+    (code, out, err), = command_lines("bench", [
+        ["own_table", "table.csv", "--measured", "value", "--better", "higher", "--folder", "kept",
+         "--variants", "12", "training.n_iters=2", *SMALL, *words]], folder)
+    return code, out, err
+
+
+def test_each_protein_with_enough_variants_is_drawn_from_and_judged_by_the_others(folder):
+    code, out, err = own_table(folder, "table.folds=3")
+    assert code == 0, err
+    results = json.loads((folder / "kept" / "own_table.json").read_text())["results"]
+    assert list(results) == ["one.pdb", "two.pdb"]
+    for found in results.values():
+        assert (found["drawn"], found["judged"], found["folds"]["variants"]) == (12, 26, 12)
+        assert all(-1 <= found[name] <= 1 for name in ("zero_shot", "tuned", "ridge"))
+        assert found["tuned"] != found["zero_shot"]
+    mean = np.mean([found["ridge"] for found in results.values()])
+    assert "mean of 2 proteins: " in out and f"ridge {mean:.4f}; " in out
+
+
+def test_the_same_command_goes_on_and_another_draw_does_not(folder):
+    own_table(folder, "table.folds=0")
+    kept = folder / "kept" / "own_table.json"
+    whole = json.loads(kept.read_text())
+    whole["results"]["one.pdb"]["tuned"] = 2.0      # as if it had been found
+    kept.write_text(json.dumps(whole))
+    assert "tuned 2.000" in own_table(folder, "table.folds=0")[1]
+    assert "tuned 2.000" not in own_table(folder, "table.folds=0", "--draw", "1")[1]
+
+
+# ---- ridge regression ----
+
+def test_without_a_penalty_a_ridge_is_a_linear_fit():
+    rng = np.random.default_rng(0)
+    features = rng.normal(size=(30, 4))
+    values = features @ [1.0, -2.0, 0.5, 0.0] + 3
+    wanted = rng.normal(size=(5, 4))
+    np.testing.assert_allclose(ridge(features, values, wanted, 1e-9),
+                               wanted @ [1.0, -2.0, 0.5, 0.0] + 3, atol=1e-6)
+
+
+def test_a_ridge_learns_residues_and_letters_beside_the_zero_shot_score():
+    variants = [[(row, letter)] for row in range(10) for letter in range(19)]
+    rng = np.random.default_rng(0)
+    of_row, of_letter = rng.normal(size=10), rng.normal(size=19)
+    values = np.array([of_row[row] + of_letter[letter] for (row, letter), in variants])
+    zero_shot = rng.normal(size=190)
+    complex = scan_sequence("made", "MKTAYIAKQRQI").complex
+    is_known = rng.random(190) < 0.5
+    table = VariantTable("made", complex, variants, np.append(values, np.nan))
+    found = ridge_scores(table, is_known, zero_shot)
+    assert np.corrcoef(found[~is_known], values[~is_known])[0, 1] > 0.95
+    table = VariantTable("made", complex, variants, np.append(zero_shot, np.nan))
+    found = ridge_scores(table, is_known, zero_shot)
+    assert np.corrcoef(found[~is_known], zero_shot[~is_known])[0, 1] > 0.95

@@ -1,0 +1,48 @@
+"""dpo/folds.py: a variant is judged by weights that were tuned without it."""
+import numpy as np
+import pytest
+
+from dpo.folds import cross_validate, lines_on
+from dpo.tables import VariantTable
+from proteins.mutations import scan_sequence
+
+
+def made_table(n=41):
+    variants = [[(row, letter)] for row in range(10) for letter in range(5)][:n]
+    complex = scan_sequence("made", "MKTAYIAKQRQI").complex
+    return VariantTable("made", complex, variants, np.arange(n + 1.0) % 23)
+
+
+def test_each_variant_is_left_out_once_and_scored_by_the_rest():
+    table = made_table()
+    left_out = []
+
+    def scores_after(others):
+        is_known = np.isin(range(41), [table.variants.index(each) for each in others.variants])
+        assert others.values.tolist() == table.values[[*is_known, True]].tolist()
+        left_out.append(np.flatnonzero(~is_known))
+        return np.where(is_known, 0.0, table.values[:-1])       # right for those alone
+
+    found = cross_validate(table, 4, 0, -table.values[:-1], scores_after)
+    assert sorted(map(len, left_out)) == [10, 10, 10, 11]
+    assert sorted(np.concatenate(left_out)) == list(range(41))
+    assert found["variants"] == 41
+    assert found["after"] == pytest.approx(1) and found["before"] == pytest.approx(-1)
+
+
+def found_with(scores):
+    """What is found if all tunings give these scores; the base's are noise."""
+    table = made_table()
+    noise = np.random.default_rng(0).normal(size=41)
+    return cross_validate(table, 4, 0, noise, lambda others: scores(table.values[:-1], noise))
+
+
+def test_the_interval_says_whether_a_gain_is_shown():
+    better = found_with(lambda values, noise: values + noise)
+    equal = found_with(lambda values, noise: noise)
+    worse = found_with(lambda values, noise: noise - values)
+    assert 0 < better["low"] < better["after"] - better["before"] < better["high"]
+    assert equal["low"] == equal["high"] == 0
+    assert worse["high"] < 0
+    said = ["ATTENTION" in " ".join(lines_on(found)) for found in (better, equal, worse)]
+    assert said == [False, True, True]
