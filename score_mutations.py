@@ -5,7 +5,7 @@
     python score_mutations.py best_model.pt --mutations s2648.csv --measured ddg \\
         --lower_is_better --correction_weights v_48_020 --out scores.csv --picture scores.png
     python score_mutations.py runs/sedd wild_type.fasta --scan --out scan.csv
-    python score_mutations.py runs/sedd --mutations pairs_held_out.csv --measured ddg
+    python score_mutations.py runs/sedd --mutations held_out.csv --measured ddg
     python score_mutations.py tuned.pt x.pdb --scan --unmeasured table.csv --top 96 --out next.csv
     mpirun -n 4 python score_mutations.py ...                                   # the same, sooner
 

@@ -7,14 +7,14 @@
 
 Reads preference pairs and their structures (mpnn/pairs.py), or with loss.unit table a table of
 measured mutations (docs/data.md), published weights, and optionally a YAML config (keys: below,
-training/config.py and --help); with model.kind sedd, pairs of sequences and weights of SEDD instead
-(docs/dpo_sedd.md). Writes into the run folder
-(--output_dir, default runs/CONFIG_NAME): best_model.pt and latest_model.pt, which other ProteinMPNN
-tools (of SEDD: sample_sedd.py) read; metrics.jsonl, config.yaml, status.json; reference/KEY.pt
-(log-probabilities under the base weights); designs/step_N.fasta (sequences drawn at each
-evaluation); checkpoints/last.pt to resume from (the checkpoint before it: last-1.pt); and at the
-end curves.png. The same command again resumes the run. SIGTERM, SIGUSR1, Ctrl-C, the time
-DDP_DEADLINE or a file STOP in the run folder make the run save and exit with code 75.
+training/config.py and --help); with model.kind sedd, pairs of sequences, or a table of mutations,
+and weights of SEDD (docs/dpo_sedd.md). Writes into the run folder (--output_dir, default
+runs/CONFIG_NAME): best_model.pt and latest_model.pt, which other ProteinMPNN tools (of SEDD:
+sample_sedd.py) read; metrics.jsonl, config.yaml, status.json; reference/KEY.pt (log-probabilities
+under the base weights); designs/step_N.fasta (sequences drawn at each evaluation);
+checkpoints/last.pt to resume from (the checkpoint before it: last-1.pt); and at the end curves.png.
+The same command again resumes the run. SIGTERM, SIGUSR1, Ctrl-C, the time DDP_DEADLINE or a file
+STOP in the run folder make the run save and exit with code 75.
 
 Runs with the same global batch are equal on any number of ranks, up to rounding. For this, each
 step's micro-batches do not depend on the ranks that compute them, and random numbers are seeded by

@@ -19,7 +19,7 @@ MOST_PAIRS_LISTED = 20      # at most so many problems of a file, or contradicti
 LEAST_WEIGHT = 1e-6         # of a pair
 MOST_WEIGHT = 1e6
 EXPECTED_JSON = ("a list of objects; if it has one object per line, name it .jsonl; for a table of "
-                 "mutations give loss.unit=table; of other tables pairs_from_scores.py makes one")
+                 "mutations give loss.unit=table; of scored designs pairs_from_scores.py makes one")
 
 
 class PairsOfRun(NamedTuple):

@@ -1,7 +1,7 @@
 """Tables of measured mutations as training data: proteins with all their variants.
 
     data = load_tables(config, place, alive)                    # PairsOfRun of VariantTables
-    couples = draw_couples(table.values, 0.3, 100_000, [FOR_MUTATIONS, seed, table.key, epoch])
+    couples = draw_couples(table.values, 0.3, 100_000, [FOR_COUPLES, seed, table.key, epoch])
 
 A micro-batch is some proteins. Of each, one pass of the model gives the scores of all variants, and
 the loss is the mean over pairs of its variants: all that differ by the margin, or as many as are

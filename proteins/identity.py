@@ -1,8 +1,6 @@
-"""Proteins held out, with or without their relatives: by a hash, or by identity of sequences.
+"""Proteins held out with their relatives, by identity of sequences.
 
-    rest, held_out = hold_out_proteins(proteins, 0.2)           # relatives may be on both sides
     split = hold_out_families(proteins, 0.2, share=0.3)         # split.rest, split.held_out
-    relatives = find_relatives(held_out, rest, share=0.3)       # [("a.pdb", "b.pdb")]
 
 A protein is known by the letters of its mutated chain; unknown residues are left out. The identity
 of two is that of a global alignment (BLOSUM62, by gemmi): equal letters per column. Columns beyond
@@ -12,7 +10,6 @@ Writes nothing.
 """
 import hashlib
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import gemmi
@@ -68,48 +65,6 @@ def hold_out_families(proteins: Sequence[Protein], fraction: float, share: float
                 f" in {len(families):,} families of {share:.0%} identity")
     nearest = float(identities[is_held_out][:, ~is_held_out].max())
     return Split(rest, held_out, len(families), nearest)
-
-
-def hold_out_proteins(proteins: Sequence[Protein],
-                      fraction: float) -> tuple[list[Protein], list[Protein]]:
-    """Hold out some proteins, by a hash of the mutated chain's sequence.
-
-    A protein's side depends on nothing else: not on the other proteins, names, or a seed. Equal
-    sequences are on the same side; relatives need not be, see find_relatives.
-
-    Args:
-        fraction: 0 to 1, of proteins that are held out, on average.
-    Returns: the rest; those held out.
-    Raises: ValueError if either is empty.
-    """
-    rest = []
-    held_out = []
-    draws = [draw_of(protein.sequence) for protein in proteins]
-    for protein, draw in zip(proteins, draws):
-        if draw < fraction:
-            held_out.append(protein)
-        else:
-            rest.append(protein)
-    check_sides(rest, held_out, fraction, draws)
-    return rest, held_out
-
-
-def find_relatives(proteins: Sequence[Protein], others: Sequence[Protein],
-                   share: float) -> list[tuple[str, str]]:
-    """Which proteins have a relative among the others: [(file's name, that of the nearest)].
-
-    Relatives have the identity `share` or more: also one protein in two files of which other
-    residues are resolved, and its mutants and homologues."""
-    parts_of_others = [parts_of(known_letters(other)) for other in others]
-    found = []
-    for protein in proteins:
-        parts = parts_of(known_letters(protein))
-        identities = [identity_of_parts(parts, of_other) for of_other in parts_of_others]
-        nearest = int(np.argmax(identities))
-        if identities[nearest] >= share:
-            found.append((Path(protein.structure.name).name,
-                          Path(others[nearest].structure.name).name))
-    return found
 
 
 # ---- alignments ----
@@ -183,10 +138,10 @@ def draw_of(text):
     return int.from_bytes(digest[:8], "big") / 2**64
 
 
-def check_sides(rest, held_out, fraction, draws, how=""):
+def check_sides(rest, held_out, fraction, draws, how):
     """ValueError if either side is empty.
 
-    draws: of all proteins or families. how: text on how proteins stay together."""
+    draws: of all families. how: text on how proteins stay together."""
     if rest and held_out:
         return
     advice = "Give more proteins"

@@ -544,7 +544,7 @@ def _check_backbones(chains):
     if only_ca and not any(chain.resolved.any() for chain in chains.values()):
         raise ValueError("it has CA atoms only; expected N, CA, C and O of each residue. For CA "
                          f"alone, give weights of a CA-only model, {CA_MODEL}; to "
-                         "pairs_from_scores.py, --ca_only")
+                         "split_mutations.py, --ca_only")
 
 
 def _make_chains(models, ca_only):

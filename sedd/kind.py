@@ -7,7 +7,7 @@ from typing import Any
 from dpo.pair_files import PairsOfRun
 from dpo.scorer import Base, Kind, Scorer
 from dpo.tables import load_tables
-from proteins.mutations import place_named, refuse_long
+from proteins.mutations import name_of, place_named, refuse_long
 from proteins.structures import Complex
 from sedd.dpo import SeddScorer
 from sedd.model import describe_memory
@@ -105,14 +105,23 @@ def longest_of(max_length: int | None, config: Any) -> int | None:
 
 
 def place_chains(table, longest):
-    """place_named of a table; of structures the mutated chains alone. longest: residues of a
-    protein, or None: any number. Raises ValueError."""
+    """place_named of a table, of structures the mutated chains alone; longer ones are skipped.
+
+    longest: residues of a protein, or None: any number. Raises: ValueError, also if all are longer.
+    """
     # Letters alone matter: a residue that has a CA atom is there.
     proteins, skipped = place_named(table, ca_only=True)
-    if longest is not None:
+    kept = [protein for protein in proteins
+            if longest is None or len(protein.sequence) <= longest]
+    if not kept:
         refuse_long(table.path, proteins, longest)
+    for protein in proteins:
+        if longest is not None and len(protein.sequence) > longest:
+            reason = (f"{protein.name} has {len(protein.sequence):,} residues; the model was "
+                      f"trained on at most {longest:,}")
+            skipped.variants.extend(f"{name_of(variant)}: {reason}" for variant in protein.variants)
     alone = [protein._replace(complex=Complex(protein.structure, [protein.chain]))
-             for protein in proteins]
+             for protein in kept]
     return alone, skipped
 
 

@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -110,13 +111,16 @@ class TableScorer(Scorer):
         ordered = sorted(pairs, key=lambda table: table.key)
         return Designs([table.length for table in ordered], self.sedd, self.config)
 
+    def variant_scores(self, model: SEDD, tables: list[VariantTable]) -> list[np.ndarray]:
+        """(N,) scores of the variants of each table, as of score_mutations.py. A collective."""
+        return score_proteins(self.sedd._replace(model=model),
+                              [decode(table.complex.S) for table in tables],
+                              [table.variants for table in tables], ddp=self.ddp)
+
     def more_metrics(self, model: SEDD, pairs: list[VariantTable]) -> dict:
-        """The mean over proteins of Spearman's rank correlation of the scores, as of
-        score_mutations.py, with the measured values."""
-        scores = score_proteins(self.sedd._replace(model=model),
-                                [decode(table.complex.S) for table in pairs],
-                                [table.variants for table in pairs], ddp=self.ddp)
-        correlation = mean_spearman(scores, pairs)
+        """The mean over proteins of Spearman's rank correlation of the scores with the measured
+        values."""
+        correlation = mean_spearman(self.variant_scores(model, pairs), pairs)
         return {} if correlation is None else {"val/spearman": correlation}
 
 

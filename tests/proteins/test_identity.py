@@ -2,8 +2,7 @@
 import numpy as np
 import pytest
 
-from proteins.identity import (LONGEST_PART, find_relatives, hold_out_families, hold_out_proteins,
-                               identity)
+from proteins.identity import LONGEST_PART, hold_out_families, identity, known_letters
 from proteins.letters import AMINO_ACIDS
 from proteins.mutations import protein_of_sequence
 
@@ -69,20 +68,19 @@ def test_a_domain_of_a_chain_that_is_compared_in_parts_is_found(start, least):
     "".join(letter if row % 2 else "P" for row, letter in enumerate(WHOLE)),    # no two in a row
     "GGSGGS" + WHOLE + "PPHHHHHH"])
 def test_a_relative_is_found(other):
-    first, *others = proteins_of([WHOLE, "CDEFGHNPSTWYCDEFGHNPSTWY", other])
-    assert find_relatives([first], others, SHARE) == [("p0", "p2")]
-
-
-def test_of_several_relatives_the_nearest_is_named():
-    first, *others = proteins_of([WHOLE, WHOLE[:25] + "PPPPPPPP", WHOLE])
-    assert find_relatives([first], others, SHARE) == [("p0", "p2")]
+    assert identity_of(WHOLE, other) >= SHARE
 
 
 @pytest.mark.parametrize("one, other", [
     (WHOLE, WHOLE[::-1]), (WHOLE, "XXXX"), ("MKXXXX", "GHXXXX"), ("XXXX", "XXXX")])
 def test_other_proteins_are_no_relatives(one, other):
+    assert identity_of(one, other) < SHARE
+
+
+def identity_of(one, other):
+    """Of two proteins, as they are held out together or not."""
     first, second = proteins_of([one, other])
-    assert find_relatives([first], [second], SHARE) == []
+    return identity(known_letters(first), known_letters(second))
 
 
 # ---- sides ----
@@ -134,22 +132,16 @@ def test_about_the_fraction_of_unrelated_proteins_is_held_out():
     assert len(split.held_out) == pytest.approx(40, abs=4 * (200 * 0.2 * 0.8) ** 0.5)
 
 
-@pytest.mark.parametrize("hold_out", [
-    lambda proteins: hold_out_families(proteins, 0.5, SHARE),
-    lambda proteins: hold_out_proteins(proteins, 0.5)])
-def test_nothing_on_one_side_is_refused(hold_out):
+def test_nothing_on_one_side_is_refused():
     with pytest.raises(ValueError, match="expected some on both sides"):
-        hold_out(proteins_of([WHOLE, WHOLE]))
+        hold_out_families(proteins_of([WHOLE, WHOLE]), 0.5, SHARE)
 
 
-@pytest.mark.parametrize("hold_out", [
-    lambda proteins, fraction: hold_out_families(proteins, fraction, SHARE).held_out,
-    lambda proteins, fraction: hold_out_proteins(proteins, fraction)[1]])
 @pytest.mark.parametrize("fraction", [1e-9, 1 - 1e-9])
-def test_the_fraction_that_a_refusal_names_has_some_on_both_sides(hold_out, fraction):
+def test_the_fraction_that_a_refusal_names_has_some_on_both_sides(fraction):
     rng = np.random.default_rng(0)
     proteins = proteins_of(drawn(rng, 30) for _ in range(4))
     with pytest.raises(ValueError, match="such as ") as refusal:
-        hold_out(proteins, fraction)
+        hold_out_families(proteins, fraction, SHARE)
     named = float(str(refusal.value).partition("such as ")[2].rstrip("."))
-    assert 0 < len(hold_out(proteins, named)) < 4
+    assert 0 < len(hold_out_families(proteins, named, SHARE).held_out) < 4

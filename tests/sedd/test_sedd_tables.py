@@ -258,6 +258,16 @@ def test_of_a_structure_the_mutated_chain_alone_is_seen(tmp_path):
         (2, [[(1, 8)], [(1, 18)]])]
 
 
+def test_a_protein_that_is_too_long_is_left_out_by_name(tmp_path):
+    lines = write_table(tmp_path).read_text() + write_table(
+        tmp_path, "long.csv", length=41).read_text().partition("\n")[2]
+    (tmp_path / "all.csv").write_text(lines)
+    config = config_of(tmp_path, data__train_data=tmp_path / "all.csv")
+    data = SeddKind().load_pairs(config, SeddKind().load_base(config), lambda: None)
+    assert [table.length for table in data.train] == [24] * 4
+    assert "has 41 residues; the model was trained on at most 40" in "\n".join(data.description)
+
+
 def test_the_plan_says_how_many_positions_a_micro_batch_has(tmp_path):
     plan = describe_plan(config_of(tmp_path), "1,2")
     assert "up to 2 proteins of up to 40 residues, of each up to 8,192 positions" in plan
