@@ -408,7 +408,8 @@ def objective(likelihoods: Likelihoods, batch: dict, reference: torch.Tensor,
 def micro_batch_loss(model, batch, reference, config, ddp, dtype):
     """Sums over the pairs of a micro-batch: weight x loss, in nats; and (11,) the 9 SUMS times
     weight, then the numbers of pairs and residues. global_gradient divides the loss by the sum of
-    the weights of the global batch."""
+    the weights of the global batch. Of tables, it divides by the number of proteins: one of few
+    variants, alone in a step, moves the weights less. Their SUMS are plain sums over proteins."""
     scorer = reference.scorer
     batch = scorer.prepare(batch)
     base = reference(batch)   # outside autocast: in float32
@@ -417,7 +418,7 @@ def micro_batch_loss(model, batch, reference, config, ddp, dtype):
     likelihoods = scorer.likelihoods(output, batch)
     loss, metrics = objective(likelihoods, batch, base.scores, config.loss)
     weight = batch["pair_weight"]
-    weighted = (weight[:, None] * pack(metrics)).sum(0)
+    weighted = (batch.get("share", weight)[:, None] * pack(metrics)).sum(0)
     residues = metrics["residues"].double().sum()
     pairs = residues.new_full((), len(loss))
     sums = torch.cat([weighted, torch.stack([pairs, residues])])
@@ -439,7 +440,7 @@ class MicroBatchDataset(torch.utils.data.Dataset):
         step, micro, epoch, indices = item
         batch = self.make_batch(indices, epoch=epoch)
         batch["seed"] = seed_for(self.seed, "dropout", step, micro)
-        batch["count"] = float(batch["pair_weight"].double().sum())
+        batch.setdefault("count", float(batch["pair_weight"].double().sum()))
         return batch
 
 

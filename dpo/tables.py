@@ -185,6 +185,7 @@ def batch_of_couples(tables: list[VariantTable], indices: list[int], section: An
         share          (Q,) float32, weight of the pair in the mean of its protein.
         pair_weight    (Q,) float32, the same times the protein's weight.
         n_scored       (Q,) float32, residues that are mutated in one variant or in both.
+        count          P, by which the loss of a global batch is divided.
     """
     parts = {"couples": [], "item": [], "share": [], "pair_weight": [], "n_scored": []}
     first = 0               # number of a protein's first variant
@@ -202,6 +203,7 @@ def batch_of_couples(tables: list[VariantTable], indices: list[int], section: An
         first += len(table.values)
     batch = {name: torch.from_numpy(np.concatenate(found)) for name, found in parts.items()}
     batch["keys"] = [tables[index].key for index in indices]
+    batch["count"] = float(len(indices))
     return batch
 
 
