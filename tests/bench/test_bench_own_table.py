@@ -78,7 +78,8 @@ def test_without_a_penalty_a_ridge_is_a_linear_fit():
 def test_a_ridge_learns_residues_and_letters_beside_the_zero_shot_score():
     variants = [[(row, letter)] for row in range(10) for letter in range(19)]
     rng = np.random.default_rng(0)
-    of_row, of_letter = rng.normal(size=10), rng.normal(size=19)
+    of_row = rng.normal(size=10)
+    of_letter = rng.normal(size=19)
     values = np.array([of_row[row] + of_letter[letter] for (row, letter), in variants])
     zero_shot = rng.normal(size=190)
     complex = scan_sequence("made", "MKTAYIAKQRQI").complex

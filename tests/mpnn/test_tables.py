@@ -173,9 +173,9 @@ def test_pairs_weighed_by_their_difference_have_the_weight_of_their_protein_in_a
 # ---- on ranks, validation, runs ----
 
 def plain_loss(model, batch, scorer, config, tables, indices):
-    """(sum of weight x loss, sum of weights) over the pairs of a batch, each variant scored by a
+    """Sum of weight x loss over the pairs of a batch, each variant scored by a
     pass of its own."""
-    total = weights = 0.0
+    total = 0.0
     start = 0
     for p, index in enumerate(indices):
         table = tables[index]
@@ -189,9 +189,8 @@ def plain_loss(model, batch, scorer, config, tables, indices):
                 loss = preference_loss(numbers[0], numbers[1], numbers[2].detach(),
                                        numbers[3].detach(), None, config.loss)
                 total = total + weight * loss[0]
-                weights = weights + weight
         start = end
-    return total, weights
+    return total
 
 
 def plain_score(model, table, variant, orders):
@@ -237,7 +236,7 @@ def gradients_of(ddp, by_definition=False):
         total = n_proteins = 0
         for _, _, epoch, indices in (plan.item_of(step, k) for k in range(4)):
             batch = make_batch(indices, epoch=epoch)
-            total = total + plain_loss(policy, batch, scorer, config, tables, indices)[0]
+            total = total + plain_loss(policy, batch, scorer, config, tables, indices)
             n_proteins += len(indices)
         return total / n_proteins
 
@@ -248,6 +247,8 @@ def gradients_of(ddp, by_definition=False):
 
 def test_any_number_of_ranks_makes_the_gradient_of_the_mean_over_pairs(tmp_path):
     expected = gradients_of(Ddp(), by_definition=True)
+    shown = [step["loss"] for step in gradients_of(Ddp())]      # a plain mean over proteins
+    expected = [{**step, "loss": loss} for step, loss in zip(expected, shown)]
     for n in (1, 2, 4):
         found = on_ranks(n, "test_tables", "gradients_of(ddp)", tmp_path)
         for a, b in zip(found, expected, strict=True):
@@ -264,9 +265,8 @@ def test_validation_is_the_mean_over_proteins_of_the_means_of_their_pairs():
     total = weights = 0.0
     for index, table in enumerate(tables):
         batch = scorer.batch_maker(tables)([index])
-        loss, weight = plain_loss(policy, batch, scorer, config, tables, [index])
-        total += loss.item()
-        weights += weight.item()
+        total += plain_loss(policy, batch, scorer, config, tables, [index]).item()
+        weights += batch["pair_weight"].sum().item()
     assert found["val/loss"] == pytest.approx(total / weights, rel=1e-4)
     same = Validation(tables, scorer, objective)(copy.deepcopy(scorer.base.model))
     assert same["val/loss"] == pytest.approx(np.log(2), abs=1e-6)
