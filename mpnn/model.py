@@ -486,7 +486,11 @@ class DecoderLayer(nn.Module):
 
     def update(self, h_V, hidden, present, mask):
         """h_V after the messages of `hidden`."""
-        h_V = self.norm1(h_V + self.drop(sum_messages(hidden, present, self.W3)))
+        return self.update_by_sum(h_V, sum_hidden(hidden, present), present, mask)
+
+    def update_by_sum(self, h_V, total, present, mask):
+        """h_V after the messages whose `hidden` have the sum `total` (M, L, H)."""
+        h_V = self.norm1(h_V + self.drop(message_of_sum(total, present, self.W3)))
         return self.norm2(h_V + self.drop(self.dense(h_V))) * mask[..., None]
 
     def edges(self, h_E):
@@ -546,9 +550,17 @@ def sum_messages(hidden, counted, layer):
 
     hidden: (..., K, H). counted: (..., K) bool. Returns (..., H).
     """
-    counted = counted.to(hidden.dtype)
-    total = torch.matmul(counted[..., None, :], hidden)[..., 0, :]
-    bias = counted.sum(-1, keepdim=True) * layer.bias
+    return message_of_sum(sum_hidden(hidden, counted), counted, layer)
+
+
+def sum_hidden(hidden, counted):
+    """Sum (..., H) of hidden (..., K, H) over the neighbours that are counted (..., K)."""
+    return torch.matmul(counted.to(hidden.dtype)[..., None, :], hidden)[..., 0, :]
+
+
+def message_of_sum(total, counted, layer):
+    """What sum_messages returns, of the sum of hidden over the counted neighbours."""
+    bias = counted.to(total.dtype).sum(-1, keepdim=True) * layer.bias
     return (F.linear(total, layer.weight) + bias) / MESSAGE_SCALE
 
 

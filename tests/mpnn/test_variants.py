@@ -50,7 +50,11 @@ def encoded(model, complex, dtype=torch.float32):
 @pytest.mark.parametrize("dtype, within", [(torch.float32, 1e-5), (torch.float64, 1e-12)])
 @pytest.mark.parametrize("n_decoder", [1, 2, 3, 5])
 @pytest.mark.parametrize("shape", [{}, {"unresolved": (3, 4, 20)}, {"second": 12}, {"length": 4}])
-def test_one_pass_gives_what_a_pass_for_each_residue_gives(shape, n_decoder, dtype, within):
+def test_one_pass_gives_what_a_pass_for_each_residue_gives(  # noqa: PLR0913  (what is varied)
+        shape, n_decoder, dtype, within, monkeypatch):
+    """In parts that are small: of residues, and of the rows computed for them."""
+    monkeypatch.setattr("mpnn.variants.AT_ONCE", 10)
+    monkeypatch.setattr("mpnn.variants.ROWS_AT_ONCE", 37)
     complex = random_complex(**shape)
     model = sharp_model(n_decoder)
     encoding = encoded(model, complex, dtype)
