@@ -1,4 +1,5 @@
-"""Made data for benchmarks: random proteins, a structure, pairs."""
+"""Made data for benchmarks: random proteins, a structure, pairs, a table of mutations."""
+import csv
 import json
 
 import numpy as np
@@ -48,3 +49,31 @@ def write_made_pairs(path, structure, n):
         pairs.append({"pdb_file": structure.name, "chain_id": "A", "preferred_seq": chosen,
                       "unpreferred_seq": rejected})
     path.write_text(json.dumps(pairs))
+
+
+def write_made_table(path, structure, pairs, n):
+    """Write a table of all single mutations, with random values, of a structure that write_demo_pdb
+    wrote, beside it; and as `pairs` n pairs of them."""
+    random = np.random.default_rng(0)
+    chain, = read_structure(structure).chains.values()
+    rows = []
+    sequences = []          # (row, sequence) of each mutation
+    for row, native in enumerate(chain.S):
+        for letter in range(X_ID):
+            if letter != native:
+                mutation = f"{LETTERS[native]}{row + 1}{LETTERS[letter]}"
+                rows.append([structure.name, mutation, f"{random.normal(1):.3f}"])
+                sequence = chain.S.copy()
+                sequence[row] = letter
+                sequences.append((row, "".join(LETTERS[k] for k in sequence)))
+    with open(path, "w", newline="") as file:
+        csv.writer(file).writerows([["pdb_file", "mutation", "ddg"], *rows])
+    entries = []
+    for _ in range(n):
+        one, other = random.choice(len(rows), 2, replace=False)
+        place, chosen = sequences[one]
+        other_place, rejected = sequences[other]
+        entries.append({"pdb_file": structure.name, "chain_id": "A", "preferred_seq": chosen,
+                        "unpreferred_seq": rejected,
+                        "mutable_positions": sorted({place, other_place})})
+    pairs.write_text(json.dumps(entries))

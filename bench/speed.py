@@ -4,6 +4,7 @@
     python -m bench speed sedd --data proteins.fasta.gz  # a step of SEDD on real proteins
     python -m bench speed sedd --config configs/sedd_uniref50_38m.yaml training.batch_size=8
     python -m bench speed dpo --pairs pairs.json --device cpu
+    python -m bench speed tables                         # pairs from a table, and one by one
     python -m bench speed sample --lengths 100 400 --batch 1 8 32
     python -m bench speed --all                          # on a new card, in 9 minutes
     python -m bench speed --against ../other_checkout    # ours in two versions
@@ -22,6 +23,9 @@ sedd    the whole step of train_sedd_ddp.py, from batch plan to EMA. Without --c
 dpo     the step of train_dpo_ddp.py with ProteinMPNN of published size. Residues are those of the
         structures, one structure for each pair. Order "arange": the reference's scores are computed
         once; "random": in each step; plain decodes from N to C
+tables  the step of train_dpo_ddp.py on all single mutations of a made protein (loss.unit table).
+        Here "plain" is ours with loss.unit pair: one pair of these mutations a step, the same loss,
+        the reference's scores known. A pair has two variants
 sample  sample_sequences of sample_sedd.py, and encode and sample of mpnn/model.py, with random
         weights. SEDD's steps are all equal for plain, so some are timed. "subs": masked diffusion,
         with which ours asks the network only when a residue is unmasked
@@ -48,7 +52,8 @@ import train_dpo_ddp
 import train_sedd_ddp
 from ddp_setup import BAD_INPUT
 from bench import against, speed_all
-from bench.made import made_lengths, write_demo_pdb, write_made_fasta, write_made_pairs
+from bench.made import (made_lengths, write_demo_pdb, write_made_fasta, write_made_pairs,
+                        write_made_table)
 from bench.plain import PlainDpo, PlainSedd, plain_mpnn_sample, plain_sedd_sample
 from dpo.reference import make_tables
 from mpnn.batches import collate_complexes
@@ -67,7 +72,7 @@ from training.parser import Parser
 from training.peak import matmul_rows, measure_matmul
 from training.precision import choose_dtype, compile_blocks
 
-WHAT = ("sedd", "dpo", "sample")
+WHAT = ("sedd", "dpo", "tables", "sample")
 WARM_UP = 2                 # turns that are not counted: Adam's state, caches, compilation
 STEPS_ON_DEVICE = 10        # training steps of a turn; on a CPU one
 
@@ -81,6 +86,9 @@ MADE_RESIDUES = 106         # of the made structure
 DPO_CASES = [(1, "arange", torch.float32), (1, "random", torch.float32),     # pairs a step, ...
              (4, "arange", torch.float32), (4, "arange", torch.bfloat16),
              (4, "random", torch.bfloat16)]
+
+TABLE_RESIDUES = 58         # of the made protein whose mutations are all measured
+PAIRS_ONE_BY_ONE = 200      # of these, at most one a step
 
 PLAIN_STEPS = 8             # steps of the plain sampler of SEDD that are timed, at most
 TEMPERATURE = 0.1           # of ProteinMPNN, as is usual
@@ -100,6 +108,8 @@ def measure(options, ddp):
             measure_sedd(table, Path(folder, "sedd"))
         if "dpo" in options.what:
             measure_dpo(table, Path(folder, "dpo"))
+        if "tables" in options.what:
+            measure_tables(table, Path(folder, "tables"))
         if "sample" in options.what:
             with torch.no_grad():
                 measure_samplers(table, Path(folder, "sample"))
@@ -433,13 +443,14 @@ class OurDpo:
         *_, indices = self.run.sampler.item_of(self.run.progress["step"], self.run.sampler.mine[0])
         return [self.run.pairs[i] for i in indices]
 
-    def take(self):
-        """A turn. Returns its Work."""
-        residues = 0
+    def take(self, amount=lambda pairs, totals: sum(len(pair.complex) for pair in pairs)):
+        """A turn. Returns its Work. amount: of a step on these pairs with these Totals."""
+        done = 0
         for _ in range(self.steps):
-            residues += sum(len(pair.complex) for pair in self.next_pairs())
-            take_step(self.run, self.batches, self.loss_of, self.ddp)
-        return Work(residues)
+            pairs = self.next_pairs()
+            totals, _ = take_step(self.run, self.batches, self.loss_of, self.ddp)
+            done = done + amount(pairs, totals)         # the device is not waited for
+        return Work(float(done))
 
     def compare(self, plain):
         """Differences (of the loss; of the gradient norm, relative) of our next step from one of
@@ -450,6 +461,53 @@ class OurDpo:
         totals, norm = take_step(self.run, self.batches, self.loss_of, self.ddp)
         return (abs(float(totals.sums[0] / totals.count) / float(loss.detach()) - 1),
                 abs(float(norm / norm_of(plain.policy)) - 1))
+
+
+# ---------------------------------------------------------------- tables of mutations
+def measure_tables(table, folder):
+    """Rows of pairs and of variants: all single mutations of a protein in a step, and a pair."""
+    folder.mkdir()
+    write_demo_pdb(folder / "made.pdb", TABLE_RESIDUES)
+    write_made_table(folder / "made.csv", folder / "made.pdb", folder / "pairs.json",
+                     PAIRS_ONE_BY_ONE)
+    of_pairs = table_config(folder / "pairs.json")
+    of_table = table_config(folder / "made.csv")
+    of_table.loss.unit = "table"
+    of_table.table = train_dpo_ddp.Table(measured="ddg", better="lower")
+
+    def with_run_of_pairs(one_by_one, ddp):
+        run_quietly(train_dpo_ddp, of_table, folder / "run-table", ddp,
+                    lambda run, ddp: add_table_rows(table, one_by_one, run))
+
+    run_quietly(train_dpo_ddp, of_pairs, folder / "run-pairs", table.ddp, with_run_of_pairs)
+
+
+def table_config(data):
+    """That of a step on an item of this file, with the loss that configs/dpo_stability.yaml has."""
+    config = train_dpo_ddp.Config()
+    config.model.base_model_name = "random"
+    config.data.train_data = str(data)
+    config.data.val_fraction = 0.0
+    config.training.batch_size = 1
+    config.loss.reference = "unfolded"
+    config.loss.native_kl = 0.1
+    return config
+
+
+def add_table_rows(table, one_by_one, run):
+    plain = OurDpo(one_by_one, table.options.steps, table.ddp)
+    ours = OurDpo(run, table.options.steps, table.ddp)
+    mutations, = run.pairs
+    title = f"DPO step, {len(mutations.variants)} mutations of {mutations.length} residues"
+
+    def pairs_of(items, totals):
+        return totals.sums[-2]              # see train_dpo_ddp.micro_batch_loss
+
+    table.add(title, "pairs", {"plain": lambda: plain.take(pairs_of),
+                               ("", run.dtype): lambda: ours.take(pairs_of)})
+    table.add(title, "variants", {
+        "plain": lambda: plain.take(lambda pairs, totals: 2 * len(pairs)),
+        ("", run.dtype): lambda: ours.take(lambda tables, totals: len(tables[0].variants))})
 
 
 # ---------------------------------------------------------------- samplers
@@ -547,7 +605,7 @@ def read_options(argv):
                     description=__doc__,
                     epilog="The top of bench/speed.py says what is measured.")
     add = parser.add_argument
-    add("words", nargs="*", metavar="sedd|dpo|sample, section.key=value",
+    add("words", nargs="*", metavar="sedd|dpo|tables|sample, section.key=value",
         help="what to measure, default all; overrides of --config")
     add("--data", help="sedd: proteins; default: random ones with the lengths of UniRef50")
     add("--config", help="sedd: YAML file of a network and its batches")

@@ -90,7 +90,7 @@ def speeds_on(option, small):
     if small:
         config = CONFIGS / "sedd_demo.yaml"
         return [Part("speed sedd", speed(["sedd", option, "--repeats=2", "--config", config]), 60),
-                Part("speed dpo", speed(["dpo", option, "--repeats=1", "--quick"]), 60),
+                Part("speed dpo", speed(["dpo", "tables", option, "--repeats=1", "--quick"]), 60),
                 Part("speed sample", speed(["sample", option, "--repeats=1", "--batch=1",
                                             "--lengths=50", "--sample_steps=8"]), 60)]
     parts = [Part("speed sedd", speed(["sedd", option, "--repeats=3"]), 50)]
@@ -98,7 +98,7 @@ def speeds_on(option, small):
         words = ["sedd", option, "--repeats=3", "--steps=5", "--config", CONFIGS / f"{name}.yaml"]
         parts.append(Part(f"speed {name}", speed(words), 60))
     samples = ["sample", option, "--repeats=2", "--batch=8"]
-    return [*parts, Part("speed dpo", speed(["dpo", option, "--repeats=3"]), 40),
+    return [*parts, Part("speed dpo", speed(["dpo", "tables", option, "--repeats=3"]), 40),
             Part("speed sample", speed(samples), 50)]
 
 

@@ -27,8 +27,8 @@ from mpnn.variants import (Decoding, Scoring, VariantIndex, index_variants, scor
 
 X = ALPHABET.index("X")
 # Rows of a complex from which the pass over its single mutations is computed twice, to keep its
-# activations out of memory. Measured: 286 rows need 1.7 GB, or 1.3 GB computed twice in 1.4 times
-# the time of a step; 512 rows 2.3 GB so.
+# activations out of memory. Measured: 290 rows need 1.7 GB, or 1.25 GB computed twice in 1.2 times
+# the time of a step; 512 rows 1.8 GB so.
 SAVES_MEMORY_FROM = 300
 
 

@@ -26,6 +26,7 @@ def small(tmp_path, monkeypatch):
     monkeypatch.setattr(speed, "NETWORK", dict(hidden_size=16, n_blocks=1, n_heads=2, dropout=0.1))
     monkeypatch.setattr(speed, "N_MADE", 300)
     monkeypatch.setattr(speed, "MADE_RESIDUES", 30)
+    monkeypatch.setattr(speed, "TABLE_RESIDUES", 12)
     monkeypatch.setattr(speed, "computes_in_bfloat16", lambda device: True)
     monkeypatch.chdir(tmp_path)
     return ["--device=cpu", "--repeats=1", "--matmul=64"]
@@ -60,6 +61,14 @@ def test_a_row_of_dpo_for_each_case(small, capsys, monkeypatch):
                                              "DPO step, 30 residues, 2 pairs, arange, float32"]
     assert rows[0]["differ"] == "-"
     assert all(float(number) < 1e-4 for number in rows[1]["differ"].split(", "))
+
+
+def test_a_table_has_a_hundred_times_the_pairs_of_pairs_one_by_one(small, capsys):
+    speed.main(["tables", *small])
+    pairs, variants = rows_of(capsys.readouterr().out)
+    assert pairs["name"] == variants["name"] == "DPO step, 228 mutations of 12 residues, float32"
+    assert (pairs["unit"], variants["unit"]) == ("pairs", "variants")
+    assert float(pairs["ratio"]) > 100 and float(variants["ratio"]) > 10
 
 
 def test_a_row_of_sampling_for_each_model_length_and_batch(small, capsys):
