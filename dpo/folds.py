@@ -5,6 +5,7 @@
 
 Each variant is scored by weights that were tuned without it. No model here.
 """
+import textwrap
 from collections.abc import Callable
 
 import numpy as np
@@ -41,15 +42,16 @@ def cross_validate(table: VariantTable, n_folds: int, seed: int, before: np.ndar
 def lines_on(found: dict) -> list[str]:
     """What a user should know of a cross-validation, as lines of text."""
     gain = found["after"] - found["before"]
-    lines = [f"cross-validation: {found['variants']:,} variants, each left out of a tuning: "
-             f"Spearman {found['after']:.3f}, under the base weights {found['before']:.3f}; gain "
-             f"{gain:.3f} [{found['low']:.3f}, {found['high']:.3f}]"]
+    counts = (f"cross-validation: {found['variants']:,} variants, each left out of a tuning: "
+              f"Spearman {found['after']:.3f}, under the base weights {found['before']:.3f}; gain "
+              f"{gain:.3f} [{found['low']:.3f}, {found['high']:.3f}]")
     if found["low"] > 0:
-        lines.append("  Tuning helps to rank mutations of this protein that are not measured.")
-    elif gain > 0:
-        lines.append("  Tuning seems to help, but so few variants do not show it: the interval of "
-                     "the gain includes 0.")
+        verdict = "Tuning helps to rank mutations of this protein that are not measured."
+    elif found["high"] < 0:
+        verdict = ("ATTENTION: tuning ranks variants worse that it has not seen. Use the scores of "
+                   "the base weights (--correct_unfolded), or measure more.")
     else:
-        lines.append("  ATTENTION: these variants do not show that tuning helps. Use the scores of "
-                     "the base weights (--correct_unfolded), or measure more.")
-    return lines
+        verdict = ("ATTENTION: these variants do not show whether tuning helps, as the interval "
+                   "includes 0. Let the base weights (--correct_unfolded) propose a part of the "
+                   "next plate, which will tell.")
+    return [textwrap.fill(line, 80, subsequent_indent="    ") for line in (counts, verdict)]
