@@ -183,7 +183,7 @@ class Table:
                           help="of a protein; of more, so many are drawn anew in each epoch")
     identity: float = key(0.3, least=0.1, most=1, help="of sequences, from which data.val_fraction "
                                                        "keeps proteins together")
-    folds: int = key(0, least=0, most=100, kind="proteinmpnn",
+    folds: int = key(0, least=0, most=100,
                      help="of one protein: first leave each part of the variants out of a short "
                           "training, and say whether this ranks them better; 0: do not")
 

@@ -3,10 +3,10 @@ import numpy as np
 import pytest
 import torch
 
-from ddp_setup import Ddp
+from ddp_setup import Ddp, load_checkpoint
 from dpo.pair_plan import PairPlan
 from dpo.reference import Reference
-from dpo.scorer import Base
+from dpo.scorer import Base, load
 from dpo.tables import VariantTable
 from proteins.letters import AMINO_ACIDS, decode, encode
 from proteins.mutations import protein_of_sequence
@@ -17,7 +17,8 @@ from sedd.weights import load_sedd
 from mpnn_cases import Atoms
 from sedd_cases import seeded, write_checkpoint
 from test_sedd_dpo import moved, run, settings
-from train_dpo_ddp import MicroBatchDataset, describe_plan, micro_batch_loss, preference_loss
+from train_dpo_ddp import (MicroBatchDataset, describe_plan, micro_batch_loss, preference_loss,
+                           train_apart)
 from training.loop import MicroBatchSampler
 from training_runs import (  # noqa: F401 (the fixture one_thread)
     assert_refused, gradients, on_ranks, one_thread, rows, same_run)
@@ -243,6 +244,22 @@ def test_a_resumed_run_on_tables_equals_an_uninterrupted_one(tmp_path):
     run(config_of(tmp_path, training__n_iters=3, **often), tmp_path / "parts")
     run(config_of(tmp_path, training__n_iters=5, **often), tmp_path / "parts")
     same_run(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_training_apart_gives_the_weights_of_a_run_with_a_cross_validation(tmp_path):
+    lines = write_table(tmp_path).read_text().splitlines(keepends=True)
+    first = lines[1].partition(",")[0]
+    (tmp_path / "one.csv").write_text(
+        lines[0] + "".join(line for line in lines if line.startswith(first)))
+    config = config_of(tmp_path, data__train_data=tmp_path / "one.csv", table__folds=2,
+                       training__n_iters=3, training__accum=1, training__batch_size=1,
+                       data__val_fraction=0)
+    run(config, tmp_path / "run")
+    assert "folds/after" in rows(tmp_path / "run")[0]
+    base, data = load(SeddKind(), config, Ddp())
+    apart = train_apart(base._replace(model=base.model.eval()), data.train[0], config, Ddp())
+    expected = load_checkpoint(str(tmp_path / "run" / "checkpoints" / "last.pt"))["model"]
+    assert all(torch.equal(value, expected[name]) for name, value in apart.state_dict().items())
 
 
 def test_of_a_structure_the_mutated_chain_alone_is_seen(tmp_path):
