@@ -49,9 +49,9 @@ def plan_epoch(pairs: list, seed: int, epoch: int, micro_batches: int, batch_siz
     """
     n = len(pairs)
     if n < micro_batches:
-        raise ValueError(f"found {n:,} pairs for {micro_batches:,} micro-batches per step "
-                         "(ranks x accumulation); expected a pair for each. Use fewer ranks or "
-                         "less accumulation, or give more pairs.")
+        raise ValueError(f"found {n:,} pairs (of loss.unit table: proteins) for {micro_batches:,} "
+                         "micro-batches per step (ranks x accumulation); expected one for each. "
+                         "Use fewer ranks or less accumulation, or give more.")
     n_steps = min(-(-n // (micro_batches * batch_size)), n // micro_batches)
     n_pieces = n_steps * micro_batches
     shuffled = np.argsort(random_words(n, [FOR_PAIRS, seed, epoch]), kind="stable")
