@@ -55,7 +55,7 @@ from training.folder import take_folder
 from training.log import open_log
 from training.loop import (N_SCALARS, MicroBatchSampler, Run, after_step, check_alike,
                            clip_gradient, fetch, global_gradient, is_finished, open_batches,
-                           scale_for_batch, set_learning_rate, step_optimizer, take_step)
+                           set_learning_rate, step_optimizer, take_step)
 from training.meter import StepMeter, bad_steps_field, make_meter, step_values
 from training.optimizer import make_optimizer
 from training.parser import Parser
@@ -74,7 +74,8 @@ KINDS = {"proteinmpnn": ProteinMPNNKind(), "sedd": SeddKind()}
 @dataclass
 class Training(CommonTraining):
     batch_size: int = key(8, least=1, flag="--batch_size",
-                          help="pairs per rank and micro-step, at most")
+                          help="pairs per rank and micro-step, at most; of loss.unit table, "
+                               "proteins")
     num_epochs: int = key(10, least=1, most=MOST_STEPS, may_change=True, flag="--num_epochs",
                           help="passes over the pairs")
     n_iters: int | None = key(None, least=1, most=MOST_STEPS, may_change=True,
@@ -205,7 +206,8 @@ class Estimator:
 @dataclass
 class Data:
     train_data: str | None = key(None, may_change=True, per_host=True, flag="--train_data",
-                                 help="file of pairs; none: demo pairs, for random weights")
+                                 help="file of pairs, or of loss.unit table a table of mutations; "
+                                      "none: demo pairs, for random weights")
     val_data: str | None = key(None, may_change=True, per_host=True, flag="--val_data",
                                help="none: val_fraction is split off, by structure")
     val_fraction: float = key(0.1, least=0, below=1, help="of the structures; 0: no validation")
@@ -255,8 +257,6 @@ class Config:
     data: Data = field(default_factory=Data)
     ddp: DdpSection = field(default_factory=DdpSection)
     monitoring: Monitoring = field(default_factory=Monitoring)
-
-
 
 
 def check_config(config: Config, without_data: bool = False) -> None:
@@ -578,16 +578,16 @@ def describe_data(run, data, precision, unit, ddp):
 # ---------------------------------------------------------------- one protein, in memory
 def train_apart(base, table, config, ddp):
     """The policy after all steps of a training on one protein, in eval mode: the weights that a run
-    gives. Nothing is written or printed.
+    gives. Nothing is written or printed. On one rank: a protein is one micro-batch.
 
     base: a Base with its model on the device. table: VariantTable."""
     training = config.training
+    former = Former(None, None)
     dtype, _ = choose_precision(config, ddp)
     scorer = KINDS[config.model.kind].scorer(base, [table], config, ddp)
     reference = Reference(scorer)
     policy = copy.deepcopy(base.model)
-    lr, warmup = scale_for_batch(config.optim.lr, config.optim.warmup, config.optim.scale, 1,
-                                 config.optim.base_global_batch)
+    lr, warmup = rate_of(former, config.optim, lr_batch=1)
     policy, optimizer = optimize_with_ipex(
         policy, make_optimizer(policy, lr, config.optim, ddp), ddp)
     plan = PairPlan([table], training.seed, micro_batches=1, batch_size=1)
@@ -596,7 +596,7 @@ def train_apart(base, table, config, ddp):
         config=config, work_dir=None, continued_from=None, fingerprint={}, bare=policy,
         model=scorer.module(policy), dtype=dtype, optimizer=optimizer,
         scaler=grad_scaler(dtype, ddp), lr=lr, warmup=warmup,
-        progress=progress_of(Former(None, None), SEEN, {}),
+        progress=progress_of(former, SEEN, {}),
         sampler=MicroBatchSampler(plan.item_of, 1, ddp, 0, n_iters), validation=None,
         n_iters=n_iters, steps_per_epoch=plan.steps_per_epoch, micro_batches=1, global_batch=1,
         meter=StepMeter(ddp, seen=SEEN))

@@ -26,7 +26,7 @@ from dpo.scorer import load
 from dpo.tables import spearman_of
 from proteins.correlation import LEAST
 from proteins.seeds import FOR_DRAWS, random_words
-from train_dpo_ddp import KINDS, Config, train_apart
+from train_dpo_ddp import KINDS, Config, check_config, train_apart
 from training.config import config_to_dict, load_config
 from training.files import write_text_atomic
 from training.parser import Parser
@@ -183,7 +183,9 @@ def read_arguments(argv):
         raise ValueError(f"--variants {options.variants}; expected {LEAST} or more")
     given = {"data.train_data": options.table, "table.measured": options.measured,
              "table.better": options.better}
-    return options, load_config(Config, options.config, options.overrides, given)
+    config = load_config(Config, options.config, options.overrides, given)
+    check_config(config)
+    return options, config
 
 
 def main(argv):

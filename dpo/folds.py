@@ -49,9 +49,9 @@ def lines_on(found: dict) -> list[str]:
         verdict = "Tuning helps to rank mutations of this protein that are not measured."
     elif found["high"] < 0:
         verdict = ("ATTENTION: tuning ranks variants worse that it has not seen. Use the scores of "
-                   "the base weights (--correct_unfolded), or measure more.")
+                   "the base weights, or measure more.")
     else:
         verdict = ("ATTENTION: these variants do not show whether tuning helps, as the interval "
-                   "includes 0. Let the base weights (--correct_unfolded) propose a part of the "
-                   "next plate, which will tell.")
+                   "includes 0. Let the base weights propose a part of the next plate, which "
+                   "will tell.")
     return [textwrap.fill(line, 80, subsequent_indent="    ") for line in (counts, verdict)]

@@ -49,7 +49,7 @@ def plan_epoch(pairs: list, seed: int, epoch: int, micro_batches: int, batch_siz
     """
     n = len(pairs)
     if n < micro_batches:
-        raise ValueError(f"found {n:,} pairs, or proteins of tables, for {micro_batches:,} "
+        raise ValueError(f"found {n:,} pairs (of loss.unit table: proteins) for {micro_batches:,} "
                          "micro-batches per step (ranks x accumulation); expected one for each. "
                          "Use fewer ranks or less accumulation, or give more.")
     n_steps = min(-(-n // (micro_batches * batch_size)), n // micro_batches)

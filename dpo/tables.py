@@ -57,6 +57,7 @@ class VariantTable:
         variants = [self.variants[number] for number in np.flatnonzero(chosen)]
         return VariantTable(self.name, self.complex, variants, self.values[[*chosen, True]])
 
+
 def load_tables(config: Any, place: Callable, alive: Callable = lambda: None) -> PairsOfRun:
     """The proteins to train on and to validate with.
 

@@ -111,18 +111,18 @@ def place_chains(table, longest):
     """
     # Letters alone matter: a residue that has a CA atom is there.
     proteins, skipped = place_named(table, ca_only=True)
-    kept = [protein for protein in proteins
-            if longest is None or len(protein.sequence) <= longest]
+    kept = []
+    for protein in proteins:
+        n = len(protein.sequence)
+        if longest is None or n <= longest:
+            kept.append(protein._replace(complex=Complex(protein.structure, [protein.chain])))
+        else:
+            reason = (f"{protein.name} has {n:,} residues; the model was trained on at most "
+                      f"{longest:,}")
+            skipped.variants.extend(f"{name_of(variant)}: {reason}" for variant in protein.variants)
     if not kept:
         refuse_long(table.path, proteins, longest)
-    for protein in proteins:
-        if longest is not None and len(protein.sequence) > longest:
-            reason = (f"{protein.name} has {len(protein.sequence):,} residues; the model was "
-                      f"trained on at most {longest:,}")
-            skipped.variants.extend(f"{name_of(variant)}: {reason}" for variant in protein.variants)
-    alone = [protein._replace(complex=Complex(protein.structure, [protein.chain]))
-             for protein in kept]
-    return alone, skipped
+    return kept, skipped
 
 
 def read_base(path):

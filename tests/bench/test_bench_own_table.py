@@ -8,10 +8,8 @@ from bench.own_table import ridge, ridge_scores
 from dpo.tables import VariantTable
 from proteins.letters import AMINO_ACIDS
 from proteins.mutations import scan_sequence
+from mpnn_cases import Atoms
 from training_runs import command_lines
-
-PDB = "ATOM  {:>5}  {:<3} {} A{:>4}    {:>8.3f}{:>8.3f}{:>8.3f}  1.00  0.00           {}  \n"
-
 
 @pytest.fixture
 def folder(tmp_path):
@@ -19,10 +17,10 @@ def folder(tmp_path):
     rng = np.random.default_rng(0)
     lines = ["pdb_file,mutation,value"]
     for name, letters in (("one", AMINO_ACIDS), ("two", AMINO_ACIDS), ("few", "W")):
-        text = "".join(PDB.format(4 * row + k, atom, "ALA", row + 1, *(3.8 * row, 0, 0)
-                                  + rng.normal(size=3), atom[0])
-                       for row in range(9) for k, atom in enumerate(("N", "CA", "C", "O")))
-        (tmp_path / f"{name}.pdb").write_text(text)
+        atoms = Atoms()
+        for row in range(9):
+            atoms.add("A", row + 1, "ALA", xyz=rng.normal(size=(4, 3)) + [3.8 * row, 0, 0])
+        (tmp_path / f"{name}.pdb").write_text(atoms.pdb())
         lines += [f"{name}.pdb,A{row}{letter},{number + row}" for row in (3, 7)
                   for number, letter in enumerate(letters) if letter != "A"]
     (tmp_path / "table.csv").write_text("\n".join(lines) + "\n")
@@ -62,6 +60,11 @@ def test_the_same_command_goes_on_and_another_draw_does_not(folder):
     kept.write_text(json.dumps(whole))
     assert "tuned 2.000" in own_table(folder, "table.folds=0")[1]
     assert "tuned 2.000" not in own_table(folder, "table.folds=0", "--draw", "1")[1]
+
+
+def test_keys_that_exclude_each_other_are_refused(folder):
+    code, _, err = own_table(folder, "table.folds=1")
+    assert code == 2 and "table.folds is 1" in err
 
 
 # ---- ridge regression ----
