@@ -51,7 +51,6 @@ def lines_on(found: dict) -> list[str]:
         verdict = ("ATTENTION: tuning ranks variants worse that it has not seen. Use the scores of "
                    "the base weights, or measure more.")
     else:
-        verdict = ("ATTENTION: these variants do not show whether tuning helps, as the interval "
-                   "includes 0. Let the base weights propose a part of the next plate, which "
-                   "will tell.")
+        verdict = ("These variants do not show whether tuning helps, as the interval includes 0. "
+                   "Let the base weights propose a part of the next plate, which will tell.")
     return [textwrap.fill(line, 80, subsequent_indent="    ") for line in (counts, verdict)]
