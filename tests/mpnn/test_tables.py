@@ -418,6 +418,17 @@ def test_a_cross_validation_leaves_the_run_as_it_is(tmp_path):
     assert [row["step"] for row in found] == [0] and found[0]["folds/variants"] == 38
 
 
+def test_a_run_that_shall_stop_leaves_its_cross_validation_for_the_next_start(tmp_path,
+                                                                              monkeypatch):
+    config = config_for_one(tmp_path, table__folds=2)
+    monkeypatch.setenv("DDP_DEADLINE", "1000000001")
+    stopped = run(config, tmp_path / "run")
+    assert stopped["stopped"] and not (tmp_path / "run" / "metrics.jsonl").exists()
+    monkeypatch.delenv("DDP_DEADLINE")
+    assert run(config, tmp_path / "run")["step"] == 3
+    assert ["folds/after" in row for row in rows(tmp_path / "run")][0]
+
+
 def test_a_resumed_run_knows_the_cross_validation(tmp_path, capsys):
     config = config_for_one(tmp_path, table__folds=2)
     run(config, tmp_path / "whole")
