@@ -63,7 +63,7 @@ def files_of(tables, proteins, split, folder):
     held_out = {id(protein) for protein in split.held_out}
     stems = [path.stem for path in tables]
     for number, (stem, of_table) in enumerate(zip(stems, proteins), 1):
-        if stems.count(stem) > 1:
+        if len(set(stems)) < len(stems):        # all are numbered: a_1 may be a name too
             stem = f"{stem}_{number}"
         sides = {"rest": [], "held_out": []}
         for protein in of_table:

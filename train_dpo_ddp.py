@@ -33,8 +33,8 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
-from ddp_setup import (autocast, grad_scaler, note_progress, optimize_with_ipex, print0, seed_for,
-                       stop_reason, wrap_ddp)
+from ddp_setup import (all_sum, autocast, grad_scaler, note_progress, optimize_with_ipex, print0,
+                       seed_for, stop_reason, stop_wanted, wrap_ddp)
 from dpo.evaluation import (SEEN, SUMS, evaluate, evaluate_start, metrics_of, pack, result_lines,
                             save_model)
 from dpo.folds import cross_validate, lines_on
@@ -607,6 +607,8 @@ def train_apart(base, table, config, ddp):
     dataset = MicroBatchDataset(scorer.batch_maker([table]), training.seed)
     policy.train()
     for item in run.sampler:
+        if all_sum(stop_wanted(ddp), ddp):      # the caller gives up what it wanted to know
+            break
         take_step(run, iter([dataset[item]]), loss_of, ddp)
         note_progress(ddp)
     return policy.eval()
@@ -630,6 +632,8 @@ def cross_validate_run(run, log, ddp):
 
     found = cross_validate(table, config.table.folds, config.training.seed,
                            scores_of(scorer.base.model), scores_after)
+    if stop_reason(ddp, run.progress["step"]):      # trainings were cut short
+        return
     run.progress["folds"] = found
     log.metrics(0, {f"folds/{name}": value for name, value in found.items()})
     for line in lines_on(found):

@@ -28,6 +28,7 @@ def cross_validate(table: VariantTable, n_folds: int, seed: int, before: np.ndar
     """
     values = table.values[:-1]
     n = len(values)
+    n_folds = min(n_folds, n)       # none is empty
     fold_of = np.empty(n, np.int64)
     fold_of[np.argsort(random_words(n, [FOR_FOLDS, seed, table.key]), kind="stable")] = (
         np.arange(n) % n_folds)

@@ -135,6 +135,8 @@ def make_table(protein: Protein, section: Any) -> VariantTable:
 def has_couple(values: np.ndarray, margin: float) -> bool:
     """Whether two of the values differ by the margin."""
     known = values[np.isfinite(values)]
+    if not len(known):
+        return False
     return np.ptp(known) > 0 and np.ptp(known) >= least_difference(margin)
 
 

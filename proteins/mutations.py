@@ -153,9 +153,14 @@ def place_all(table: MutationTable, structure: str | Path | None = None, chain: 
         ca_only:   read structures for a CA-only model.
     Returns: proteins in the order of the table; texts on the variants that do not fit their
         structure, which are left out.
-    Raises: ValueError for structures that cannot be read, absent chains, if none is left, and where
-        so few fit that the numbers are hardly those of the structure, see describe_misnumbered.
+    Raises: ValueError for a table without structures, for those that cannot be read, absent chains,
+        if none is left, and where so few fit that the numbers are hardly those of the structure,
+        see describe_misnumbered.
     """
+    if structure is None and not table.names_structures:
+        raise ValueError(f"{table.path} has no column pdb_file; expected the structure of each "
+                         "mutation there, or, for SEDD, the wild type's sequence in a column "
+                         "sequence.")
     groups = {}
     for variant in table.variants:
         cells = variant.cells
@@ -195,10 +200,7 @@ def place_named(table: MutationTable, ca_only: bool = False) -> tuple[list[Prote
     or place_on_sequences. Raises: ValueError."""
     if table.has_sequences:
         return place_on_sequences(table)
-    if table.names_structures:
-        return place_all(table, see_all=False, ca_only=ca_only)
-    raise ValueError(f"{table.path} has no column pdb_file; expected the structure of each "
-                     "mutation there, or the wild type's sequence in a column sequence.")
+    return place_all(table, see_all=False, ca_only=ca_only)
 
 
 def place_on_sequences(table: MutationTable,

@@ -1,5 +1,6 @@
 """split_mutations.py: tables become one to train on and one of unrelated proteins."""
 import csv
+from pathlib import Path
 
 import pytest
 
@@ -75,6 +76,12 @@ def test_every_line_is_in_one_of_the_tables_with_the_columns_of_all(tables):
         assert row.keys() == {"pdb_file", "chain", "mutation", "ddg", "source"}
         cells = (row["chain"], row["ddg"], row["source"])
         assert cells == (("A", "1.5", "") if "one/" in row["pdb_file"] else ("", "-2", "lab"))
+
+
+def test_tables_of_like_names_have_files_of_their_own(tables):
+    Path("one/m_1.csv").write_text(Path("one/m.csv").read_text())
+    split([*tables, "one/m_1.csv"], "out")
+    assert len(list(Path("out").glob("*.csv"))) == 2 * 3 + 2
 
 
 def test_each_of_several_tables_has_its_own_part_of_both_sides(tables):

@@ -30,6 +30,18 @@ def test_each_variant_is_left_out_once_and_scored_by_the_rest():
     assert found["after"] == pytest.approx(1) and found["before"] == pytest.approx(-1)
 
 
+def test_more_folds_than_variants_leave_one_out_each():
+    table = made_table(12)
+    sizes = []
+
+    def scores_after(others):
+        sizes.append(len(others.variants))
+        return table.values[:-1]
+
+    cross_validate(table, 100, 0, -table.values[:-1], scores_after)
+    assert sizes == [11] * 12
+
+
 def found_with(scores):
     """What is found if all tunings give these scores; the base's are noise."""
     table = made_table()

@@ -357,6 +357,9 @@ def test_a_table_that_cannot_be_used_is_refused_and_leaves_nothing(tmp_path):
     lines = (tmp_path / "table.csv").read_text().splitlines(keepends=True)
     (tmp_path / "one.csv").write_text("".join(lines[:20]))
     (tmp_path / "few.csv").write_text("".join(lines[:10]))
+    (tmp_path / "unmeasured.csv").write_text("".join(
+        line.rpartition(",")[0] + ",\n" if number else line for number, line in enumerate(lines)))
+    (tmp_path / "sequence.csv").write_text("sequence,mutation,ddg\nMKTAY,M1A,1\nMKTAY,M1C,2\n")
     base = "model.base_model_name=random data.val_fraction=0 --output_dir new --train_data "
     unit = " loss.unit=table table.measured=ddg table.better=lower"
     assert_refused("train_dpo_ddp", [
@@ -375,6 +378,8 @@ def test_a_table_that_cannot_be_used_is_refused_and_leaves_nothing(tmp_path):
         (base + "table.csv" + unit + " table.folds=4 table.wild_type=null", "3 proteins"),
         (base + "few.csv" + unit + " table.folds=4 table.wild_type=null", "9 variants"),
         (base + "equal.csv" + unit + " table.wild_type=null", "no two variants"),
+        (base + "unmeasured.csv" + unit + " table.wild_type=null", "no two variants"),
+        (base + "sequence.csv" + unit, "no column pdb_file", "for SEDD"),
         (base + "shifted.csv" + unit, "With every number 1 smaller")], tmp_path)
 
 
@@ -411,6 +416,17 @@ def test_a_cross_validation_leaves_the_run_as_it_is(tmp_path):
     assert all(torch.equal(first[name], other[name]) for name in first)
     found = [row for row in rows(tmp_path / "2") if "folds/after" in row]
     assert [row["step"] for row in found] == [0] and found[0]["folds/variants"] == 38
+
+
+def test_a_run_that_shall_stop_leaves_its_cross_validation_for_the_next_start(tmp_path,
+                                                                              monkeypatch):
+    config = config_for_one(tmp_path, table__folds=2)
+    monkeypatch.setenv("DDP_DEADLINE", "1000000001")
+    stopped = run(config, tmp_path / "run")
+    assert stopped["stopped"] and not (tmp_path / "run" / "metrics.jsonl").exists()
+    monkeypatch.delenv("DDP_DEADLINE")
+    assert run(config, tmp_path / "run")["step"] == 3
+    assert ["folds/after" in row for row in rows(tmp_path / "run")][0]
 
 
 def test_a_resumed_run_knows_the_cross_validation(tmp_path, capsys):
