@@ -85,7 +85,7 @@ def load_tables(config: Any, place: Callable, alive: Callable = lambda: None) ->
                              "smaller margin, or more variants.")
         notes.append(describe(path, proteins, tables, kept, section))
         if skipped.variants:
-            notes.append(describe_skipped(table, skipped))
+            notes.extend(describe_skipped(table, skipped).splitlines())
         return [(proteins[number], tables[number]) for number in kept]
 
     train, val = read_both(data, read)
