@@ -30,7 +30,7 @@ def test_what_a_bench_cannot_do_is_refused_in_one_line_before_it_measures(tmp_pa
         ("scale", f"--config={config}"): "found what to measure without --ranks",
         ("scale", "--steps=0", "--ranks=1"): "--steps is 0; expected at least 1",
         ("speed", "optim.lr=1"): "found optim.lr=1 without --config",
-        ("speed", "seed"): "found seed; expected sedd, dpo, sample",
+        ("speed", "seed"): "found seed; expected sedd, dpo, tables, sample",
         ("speed", "--repeats=0"): "--repeats is 0; expected more than 0",
         ("speed", "sample", "--batch=0"): "--batch is 0; expected more than 0",
         ("speed", "sedd", "--device=cpu", "--matmul=64", "--data=no.fasta"):
