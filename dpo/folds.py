@@ -3,7 +3,8 @@
     found = cross_validate(table, 4, seed, scores_before, scores_after)     # a dict, as checkpoints
     print("\\n".join(lines_on(found)))
 
-Each variant is scored by weights that were tuned without it. No model here.
+Each variant is scored by weights that were tuned without it, and without the others of its residue:
+most mutations that are not measured are of residues of which none is. No model here.
 """
 import textwrap
 from collections.abc import Callable
@@ -20,7 +21,8 @@ def cross_validate(table: VariantTable, n_folds: int, seed: int, before: np.ndar
     """Spearman's correlations with the measured values, before and after tuning.
 
     Args:
-        n_folds:      parts of the variants, each of which is left out once.
+        n_folds:      parts of the variants, each of which is left out once; fewer, if there are
+            fewer residues.
         before:       (N,) scores of the variants under the base.
         scores_after: function of the VariantTable of the others -> (N,) scores of all variants
             under weights that were tuned on these.
@@ -28,16 +30,26 @@ def cross_validate(table: VariantTable, n_folds: int, seed: int, before: np.ndar
     """
     values = table.values[:-1]
     n = len(values)
-    n_folds = min(n_folds, n)       # none is empty
-    fold_of = np.empty(n, np.int64)
-    fold_of[np.argsort(random_words(n, [FOR_FOLDS, seed, table.key]), kind="stable")] = (
-        np.arange(n) % n_folds)
+    fold_of = folds_of(table, n_folds, seed)
     after = np.empty(n)
-    for fold in range(n_folds):
+    for fold in np.unique(fold_of):
         left_out = fold_of == fold
         after[left_out] = scores_after(table.only(~left_out))[left_out]
     gain = compare(before, after, values)
     return {"variants": n, **gain._asdict()}
+
+
+def folds_of(table: VariantTable, n_folds: int, seed: int) -> np.ndarray:
+    """(N,) int64, the fold of each variant: that of its residue, or of the first of several. If all
+    are of one residue, each is for itself."""
+    units = [min(row for row, _ in variant) for variant in table.variants]
+    if len(set(units)) == 1:
+        units = range(len(units))
+    distinct, unit_of = np.unique(units, return_inverse=True)
+    order = np.argsort(random_words(len(distinct), [FOR_FOLDS, seed, table.key]), kind="stable")
+    fold_of_unit = np.empty(len(distinct), np.int64)
+    fold_of_unit[order] = np.arange(len(distinct)) % n_folds
+    return fold_of_unit[unit_of]
 
 
 def lines_on(found: dict) -> list[str]:

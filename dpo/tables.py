@@ -55,7 +55,8 @@ class VariantTable:
     def only(self, chosen: np.ndarray) -> VariantTable:
         """The table of some of the variants. chosen: (N,) bool."""
         variants = [self.variants[number] for number in np.flatnonzero(chosen)]
-        return VariantTable(self.name, self.complex, variants, self.values[[*chosen, True]])
+        values = self.values[np.append(chosen, True)]       # the wild type's too
+        return VariantTable(self.name, self.complex, variants, values)
 
 
 def load_tables(config: Any, place: Callable, alive: Callable = lambda: None) -> PairsOfRun:

@@ -13,8 +13,8 @@ def made_table(n=41):
     return VariantTable("made", complex, variants, np.arange(n + 1.0) % 23)
 
 
-def test_each_variant_is_left_out_once_and_scored_by_the_rest():
-    table = made_table()
+def test_each_variant_is_left_out_once_with_its_residue_and_scored_by_the_rest():
+    table = made_table()            # eight residues of five variants, and one of one
     left_out = []
 
     def scores_after(others):
@@ -24,22 +24,25 @@ def test_each_variant_is_left_out_once_and_scored_by_the_rest():
         return np.where(is_known, 0.0, table.values[:-1])       # right for those alone
 
     found = cross_validate(table, 4, 0, -table.values[:-1], scores_after)
-    assert sorted(map(len, left_out)) == [10, 10, 10, 11]
+    rows_left_out = [{table.variants[number][0][0] for number in part} for part in left_out]
+    assert sorted(map(len, rows_left_out)) == [2, 2, 2, 3]
+    assert sorted(row for rows in rows_left_out for row in rows) == list(range(9))
     assert sorted(np.concatenate(left_out)) == list(range(41))
     assert found["variants"] == 41
     assert found["after"] == pytest.approx(1) and found["before"] == pytest.approx(-1)
 
 
-def test_more_folds_than_variants_leave_one_out_each():
-    table = made_table(12)
+@pytest.mark.parametrize("n, left_out", [(12, [2, 5, 5]), (5, [1] * 5)])
+def test_more_folds_than_residues_leave_one_out_each_and_of_one_residue_each_variant(n, left_out):
+    table = made_table(n)
     sizes = []
 
     def scores_after(others):
-        sizes.append(len(others.variants))
+        sizes.append(n - len(others.variants))
         return table.values[:-1]
 
     cross_validate(table, 100, 0, -table.values[:-1], scores_after)
-    assert sizes == [11] * 12
+    assert sorted(sizes) == left_out
 
 
 def found_with(scores):
