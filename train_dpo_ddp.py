@@ -622,8 +622,8 @@ def cross_validate_run(run, log, ddp):
         return
     table, = run.pairs
     scorer = run.reference.scorer
-    log.say(f"cross-validation: up to {config.table.folds} trainings, each without a part of the "
-            "variants")
+    log.say(f"{config.table.folds} trainings without a part of the variants each, to see whether "
+            "tuning helps")
 
     def scores_of(model):
         scores, = scorer.variant_scores(model, [table])

@@ -145,6 +145,12 @@ class Scorer:
         those that the loss compares. model: in eval mode. A collective."""
         raise NotImplementedError
 
+    def drift(self, model: torch.nn.Module, tables: list) -> float | None:
+        """Of loss.unit table: mean KL divergence of a model from the base per residue of native
+        sequences, in nats, or None. Their designs hang on it, and no measured value tells it. A
+        collective."""
+        return None
+
     # ---- for both ----
 
     def rows_of(self, pairs: list, shape: tuple, compute: Callable, what: str) -> torch.Tensor:

@@ -192,6 +192,9 @@ class TableScorer(Scorer):
                               [table.variants for table in tables],
                               Scoring(1, self.config.training.seed), correction, ddp=self.ddp)
 
+    def drift(self, model: ProteinMPNN, tables: list[VariantTable]) -> float:
+        return self.of_natives.more_metrics(model, natives_of(tables))["val/kl"]
+
     def more_metrics(self, model: ProteinMPNN, pairs: list[VariantTable]) -> dict:
         """As of ProteinMPNNScorer, and the mean over proteins of Spearman's rank correlation of the
         scores with the measured values."""

@@ -13,7 +13,7 @@ from dpo.tables import VariantTable, draw_couples, load_tables
 from dpo.validation import Validation
 from mpnn.dpo import ProteinMPNNScorer
 from mpnn.kind import ProteinMPNNKind
-from mpnn.model import random_proteinmpnn
+from mpnn.model import random_proteinmpnn, to_checkpoint
 from mpnn.pairs import Pair
 from mpnn.tables import SAVES_MEMORY_FROM, TableScorer
 from proteins.letters import AMINO_ACIDS, LETTERS
@@ -346,6 +346,18 @@ def test_training_on_a_table_ranks_its_variants(tmp_path):
     before, *_, after = [row["val/spearman"] for row in rows(tmp_path / "run")
                          if "val/spearman" in row]
     assert after > max(before, 0.8)
+
+
+@pytest.mark.parametrize("rate, warns", [(1e-6, False), (1e-1, True)])
+def test_weights_that_have_moved_far_from_a_trained_base_are_warned_of(
+        tmp_path, capsys, rate, warns):
+    torch.save(to_checkpoint(random_proteinmpnn(3, **SMALL)), tmp_path / "w.pt")
+    settings = {**TABLE, "table.wild_type": "null", "data.train_data": write_table(tmp_path),
+                "data.val_fraction": 0, "training.batch_size": 1, "training.n_iters": 4,
+                "optim.lr": rate, "model.base_model_dir": tmp_path, "model.base_model_name": "w"}
+    run(load_config(Config, None, words(settings)), tmp_path / "run")
+    said = " ".join(capsys.readouterr().out.split())
+    assert ("the weights have moved far from the base" in said) == warns
 
 
 def test_a_table_that_cannot_be_used_is_refused_and_leaves_nothing(tmp_path):
