@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from ddp_setup import Ddp
-from dpo.pair_plan import PairPlan
 from dpo.reference import Reference
 from dpo.scorer import Base, load
 from dpo.tables import VariantTable, draw_couples, load_tables
@@ -21,12 +20,11 @@ from proteins.mutations import place_all, place_on_sequences
 from proteins.structures import read_structure
 from test_train_dpo import SMALL, TINY, run, write_pairs
 from test_variants import random_complex
-from train_dpo_ddp import (Config, MicroBatchDataset, micro_batch_loss, objective, preference_loss,
-                           train_apart)
+from table_runs import check_any_number_of_ranks, gradients_on_tables
+from train_dpo_ddp import (Config, micro_batch_loss, objective, preference_loss, train_apart)
 from training.config import load_config
-from training.loop import MicroBatchSampler
 from training_runs import (  # noqa: F401 (the fixture one_thread)
-    assert_refused, gradients, on_ranks, one_thread, rows, same_run, words)
+    assert_refused, one_thread, rows, same_run, words)
 
 TABLE = {"loss.unit": "table", "table.measured": "ddg", "table.better": "lower"}
 
@@ -216,45 +214,17 @@ def plain_score(model, table, variant, orders):
 
 
 def gradients_of(ddp, by_definition=False):
-    """See training_runs.gradients, of four micro-batches of proteins a step, in float64. By the
-    definition: each variant scored by itself."""
+    """See gradients_on_tables. By the definition: each variant scored by itself."""
     tables = small_tables() + [table_of(random_complex(n), [[(1, 4)], [(5, 6)]])
                                for n in (17, 18, 19, 20)]
     config = config_of(loss__n_orders=2, table__margin=0.2)
     policy, scorer = networks(config, tables, ddp)
-    policy = policy.double()
-    scorer.base.model.double()
-    reference = Reference(scorer)
-    plan = PairPlan(tables, 0, 4, config.training.batch_size)
-    make_batch = scorer.batch_maker(tables)
-
-    def loss_of(model, batch):
-        return micro_batch_loss(model, batch, reference, config, ddp, torch.float32)
-
-    def whole(step):
-        """Of a protein with few variants, a step's loss has a part of its weight alone."""
-        total = n_proteins = 0
-        for _, _, epoch, indices in (plan.item_of(step, k) for k in range(4)):
-            batch = make_batch(indices, epoch=epoch)
-            total = total + plain_loss(policy, batch, scorer, config, tables, indices)
-            n_proteins += len(indices)
-        return total / n_proteins
-
-    return gradients(scorer.module(policy), MicroBatchSampler(plan.item_of, 4, ddp, 0, 2),
-                     MicroBatchDataset(make_batch, 0), loss_of, ddp,
-                     whole if by_definition else None)
+    return gradients_on_tables(policy, scorer, tables, config, ddp,
+                               plain_loss if by_definition else None)
 
 
 def test_any_number_of_ranks_makes_the_gradient_of_the_mean_over_pairs(tmp_path):
-    expected = gradients_of(Ddp(), by_definition=True)
-    shown = [step["loss"] for step in gradients_of(Ddp())]      # a plain mean over proteins
-    expected = [{**step, "loss": loss} for step, loss in zip(expected, shown)]
-    for n in (1, 2, 4):
-        found = on_ranks(n, "test_tables", "gradients_of(ddp)", tmp_path)
-        for a, b in zip(found, expected, strict=True):
-            for name in b:
-                torch.testing.assert_close(a[name], b[name], rtol=1e-5,
-                                           atol=1e-5 * float(b[name].norm()) + 1e-9)
+    check_any_number_of_ranks(gradients_of, "test_tables", "gradients_of(ddp)", tmp_path)
 
 
 def test_validation_is_the_mean_over_proteins_of_the_means_of_their_pairs():

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from ddp_setup import Ddp, load_checkpoint
-from dpo.pair_plan import PairPlan
 from dpo.reference import Reference
 from dpo.scorer import Base, load
 from dpo.tables import VariantTable
@@ -17,11 +16,10 @@ from sedd.weights import load_sedd
 from mpnn_cases import Atoms
 from sedd_cases import seeded, write_checkpoint
 from test_sedd_dpo import moved, run, settings
-from train_dpo_ddp import (MicroBatchDataset, describe_plan, micro_batch_loss, preference_loss,
-                           train_apart)
-from training.loop import MicroBatchSampler
+from table_runs import check_any_number_of_ranks, gradients_on_tables
+from train_dpo_ddp import (describe_plan, micro_batch_loss, preference_loss, train_apart)
 from training_runs import (  # noqa: F401 (the fixture one_thread)
-    assert_refused, gradients, on_ranks, one_thread, rows, same_run)
+    assert_refused, one_thread, rows, same_run)
 
 TABLE = {"loss.unit": "table", "table.measured": "ddg", "table.better": "lower",
          "table.wild_type": "null", "data.val_fraction": 0, "estimator.samples": 8,
@@ -171,46 +169,22 @@ def test_masks_are_new_in_each_epoch_unless_they_are_fixed(tmp_path):
 # ---- on ranks, runs ----
 
 def gradients_of(ddp, folder, by_definition=False):
-    """See training_runs.gradients, of four micro-batches of proteins a step, in float64. By the
-    definition: each pair by itself."""
+    """See gradients_on_tables. By the definition: each pair by itself."""
     tables = made_tables()
     config = settings(folder, **{**TABLE, "table.margin": 0.2, "training.batch_size": 1})
     policy, scorer = networks(config, tables, ddp)
-    policy = policy.double()
-    scorer.base.model.double()
-    reference = Reference(scorer)
-    plan = PairPlan(tables, 0, 4, config.training.batch_size)
-    make_batch = scorer.batch_maker(tables)
-
-    def loss_of(model, batch):
-        return micro_batch_loss(model, batch, reference, config, ddp, torch.float32)
-
-    def whole(step):
-        """Of a protein with few variants, a step's loss has a part of its weight alone."""
-        total = n_proteins = 0
-        for _, _, epoch, indices in (plan.item_of(step, k) for k in range(4)):
-            batch = make_batch(indices, epoch=epoch)
-            total = total + plain_loss(policy, batch, scorer, config, tables, indices)
-            n_proteins += len(indices)
-        return total / n_proteins
-
-    return gradients(scorer.module(policy), MicroBatchSampler(plan.item_of, 4, ddp, 0, 2),
-                     MicroBatchDataset(make_batch, 0), loss_of, ddp,
-                     whole if by_definition else None)
+    return gradients_on_tables(policy, scorer, tables, config, ddp,
+                               plain_loss if by_definition else None)
 
 
 @pytest.mark.slow
 def test_any_number_of_ranks_makes_the_gradient_of_the_mean_over_pairs(tmp_path):
     write_checkpoint(tmp_path / "base.pt")
-    expected = gradients_of(Ddp(), tmp_path, by_definition=True)
-    shown = [step["loss"] for step in gradients_of(Ddp(), tmp_path)]   # a plain mean over proteins
-    expected = [{**step, "loss": loss} for step, loss in zip(expected, shown)]
-    for n in (1, 2, 4):
-        found = on_ranks(n, "test_sedd_tables", "gradients_of(ddp, '.')", tmp_path)
-        for a, b in zip(found, expected, strict=True):
-            for name in b:
-                torch.testing.assert_close(a[name], b[name], rtol=1e-5,
-                                           atol=1e-5 * float(b[name].norm()) + 1e-9)
+
+    def of_folder(ddp, by_definition):
+        return gradients_of(ddp, tmp_path, by_definition)
+
+    check_any_number_of_ranks(of_folder, "test_sedd_tables", "gradients_of(ddp, '.')", tmp_path)
 
 
 def write_table(folder, name="table.csv", length=24):
