@@ -27,6 +27,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 ALPHABET = "ACDEFGHIKLMNPQRSTVWYX"      # the index of a letter in S; X = unknown or unresolved
 MESSAGE_SCALE = 30              # constant divisor of each sum over neighbours, as published
@@ -84,6 +85,17 @@ class SharedContext(NamedTuple):
     designed: Tensor      # (M, L) bool, the residues whose log-probabilities are asked for
     context_row: Tensor   # (M,) int64, number of the sequence's context, 0 to C - 1
     sequence: Tensor      # (C,) int64, for each context one of the sequences that have it
+
+
+def run_once(function: Callable, *arguments: object) -> object:
+    """function(*arguments), of which all is kept for the gradient."""
+    return function(*arguments)
+
+
+def run_twice(function: Callable, *arguments: object) -> object:
+    """function(*arguments), of which the arguments alone are kept: it is computed again for the
+    gradient."""
+    return checkpoint(function, *arguments, use_reentrant=False)
 
 
 class ProteinMPNN(nn.Module):
@@ -151,12 +163,14 @@ class ProteinMPNN(nn.Module):
         """
         return neighbour_graph(X, mask, residue_idx, chain_id, self.num_edges, self.ca_only)
 
-    def encode(self, graph: Graph) -> Encoding:
-        """Graph of B structures -> Encoding, to be shared by all sequences on them."""
+    def encode(self, graph: Graph, run: Callable = run_once) -> Encoding:
+        """Graph of B structures -> Encoding, to be shared by all sequences on them.
+
+        run: run_once, or run_twice to save memory."""
         h_E = self.W_e(self.features(graph))
         h_V = h_E.new_zeros(*graph.mask.shape, h_E.shape[-1], dtype=self.W_e.weight.dtype)
         for layer in self.encoder_layers:
-            h_V, h_E = layer(h_V, h_E, graph)
+            h_V, h_E = run(layer, h_V, h_E, graph)
         return Encoding(h_V, h_E, graph.E_idx, graph.mask, graph.present)
 
     def decode(self, encoding: Encoding, S: Tensor, decoding_order: Tensor,

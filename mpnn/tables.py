@@ -20,16 +20,14 @@ from dpo.tables import (VariantTable, batch_of_couples, describe_couples, mean_s
 from mpnn.batches import to_device
 from mpnn.designs import Designs
 from mpnn.dpo import ProteinMPNNScorer
-from mpnn.model import ALPHABET, Encoding, Graph, ProteinMPNN
+from mpnn.model import ALPHABET, Encoding, Graph, ProteinMPNN, run_once, run_twice
 from mpnn.pairs import Pair
 from mpnn.variants import (Decoding, Scoring, VariantIndex, index_variants, score_alone,
                            score_proteins, scores_in_order)
 
 X = ALPHABET.index("X")
-# Rows of a complex from which the pass over its single mutations is computed twice, to keep its
-# activations out of memory. Measured: 290 rows need 1.7 GB, or 1.25 GB computed twice in 1.2 times
-# the time of a step; 512 rows 1.8 GB so.
-SAVES_MEMORY_FROM = 300
+# Residues of a micro-batch from which most is computed twice, to keep activations out of memory.
+SAVES_MEMORY_FROM = 200
 
 
 class Work(NamedTuple):
@@ -62,22 +60,26 @@ class VariantPass(nn.Module):
         self.model = model
 
     def forward(self, works: list[Work]) -> list[Found]:
-        return [self.score(self.model.encode(work.graph), work) for work in works]
+        n_residues = sum(work.S.shape[1] for work in works)
+        run = run_twice if n_residues >= SAVES_MEMORY_FROM else run_once
+        found = []
+        for work in works:
+            found.append(self.score(self.model.encode(work.graph, run), work, run))
+        return found
 
-    def score(self, encoding: Encoding, work: Work) -> Found:
-        """Of one protein, whose encoding is given."""
-        saves_memory = work.S.shape[1] >= SAVES_MEMORY_FROM
+    def score(self, encoding: Encoding, work: Work, run: Callable = run_once) -> Found:
+        """Of one protein, whose encoding is given. run: run_once, or run_twice to save memory."""
         scores = []
         entropies = []
         for number, order in enumerate(work.orders):
-            how = Decoding(in_reverse=number % 2 == 1, saves_memory=saves_memory)
+            how = Decoding(in_reverse=number % 2 == 1, run=run)
             of_order, entropy = scores_in_order(self.model, encoding, work.S, order[None],
                                                 work.index, how)
             scores.append(of_order)
             entropies.append(entropy)
         native = None
         if work.native_order is not None:
-            native, = self.model.decode(encoding, work.S, work.native_order)
+            native, = run(self.model.decode, encoding, work.S, work.native_order)
         return Found(torch.stack(scores).mean(0), torch.stack(entropies).mean(), native)
 
 

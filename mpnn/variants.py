@@ -19,19 +19,17 @@ itself is another; those of the other neighbours are kept from the pass of the w
 """
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from ddp_setup import Ddp, all_sum, note_progress
 from mpnn.batches import collate_complexes
 from mpnn.model import (Encoding, ProteinMPNN, SharedContext, decoded_before, decoding_order,
-                        step_of_residue, sum_hidden, take_rows)
+                        run_once, step_of_residue, sum_hidden, take_rows)
 from proteins.seeds import keyed_generator
 from proteins.structures import Complex
 
@@ -227,13 +225,13 @@ def index_variants(variants: list[list[tuple[int, int]]], S: np.ndarray) -> Vari
 class Decoding(NamedTuple):
     """How scores_in_order decodes.
 
-    in_reverse:   several mutations of a variant follow one another from the end of the complex.
-    batch_size:   variants of several mutations per pass.
-    saves_memory: compute the pass over single mutations again for its gradient.
+    in_reverse: several mutations of a variant follow one another from the end of the complex.
+    batch_size: variants of several mutations per pass.
+    run:        run_once, or run_twice to save memory.
     """
     in_reverse: bool = False
     batch_size: int = 8
-    saves_memory: bool = False
+    run: Callable = run_once
 
 
 def scores_in_order(  # noqa: PLR0913  (what the numbers depend on)
@@ -252,7 +250,7 @@ def scores_in_order(  # noqa: PLR0913  (what the numbers depend on)
     entropy = scores.new_zeros(())
     if index.rows:
         base = OneOrder(model, encoding, S, order)
-        log_p = base.log_probs(index.rows, how.saves_memory).double()
+        log_p = base.log_probs(index.rows, how.run).double()
         entropy = -(log_p.exp() * log_p).sum(-1).mean()
         number, place, letter, native = index.single.to(S.device)
         scores = scores.index_add(0, number, log_p[place, letter] - log_p[place, native])
@@ -260,7 +258,7 @@ def scores_in_order(  # noqa: PLR0913  (what the numbers depend on)
         last = rows[::-1] if how.in_reverse else rows
         found = []
         for chunk in letters.split(how.batch_size):
-            found.append(joint_log_prob(model, encoding, S, order, last, rows, chunk))
+            found.append(how.run(joint_log_prob, model, encoding, S, order, last, rows, chunk))
         log_p = torch.cat(found)
         scores = scores.index_add(0, numbers.to(S.device), log_p[1:] - log_p[0])
     return scores, entropy
@@ -285,11 +283,6 @@ def joint_log_prob(  # noqa: PLR0913  (what the number depends on)
 
 
 # ---- one pass for many residues ----
-
-def run_now(function, *arguments):
-    """As torch's checkpoint, but what the function computes is kept."""
-    return function(*arguments)
-
 
 class OneOrder:
     """The decoder's pass in one order, from which that with a residue moved to the end is made."""
@@ -318,20 +311,15 @@ class OneOrder:
                 self.first_sum = total
             h_V = layer.update_by_sum(h_V, total, self.present, self.mask)
 
-    def log_probs(self, rows: list[int], saves_memory: bool = False) -> Tensor:
+    def log_probs(self, rows: list[int], run: Callable = run_once) -> Tensor:
         """Log-probabilities (P, 21) of residues, each moved to the end of the order.
 
-        saves_memory: keep nothing of the pass for its gradient, and compute it again then."""
+        run: run_once, or run_twice to save memory."""
         moved = torch.tensor(rows, dtype=torch.int64, device=self.mask.device)
-        run = run_now
-        if saves_memory and torch.is_grad_enabled():
-            run = functools.partial(checkpoint, use_reentrant=False)
         return torch.cat([self.log_probs_of_last(part, run) for part in moved.split(AT_ONCE)])
 
     def log_probs_of_last(self, moved, run):
-        """Log-probabilities (P, 21) of residues moved (P,), each moved to the end of the order.
-
-        run: calls the functions that compute the most."""
+        """Log-probabilities (P, 21) of residues moved (P,), each moved to the end of the order."""
         L = len(self.E_idx)
         (p, i), *later = self.rows_to_compute(moved)
         new = run(self.first_layer, moved[p], i)    # h_V of the residues computed anew
