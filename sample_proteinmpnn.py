@@ -597,8 +597,24 @@ def describe_designs(design, rows):
     """A line on the designs of a structure. rows: of table_rows."""
     score = statistics.fmean(float(row[-2]) for row in rows)
     recovered = statistics.fmean(float(row[-1]) for row in rows)
-    return (f"{design.name}: mean of {len(rows):,} designs: score {score:.3f}, "
+    text = (f"{design.name}: mean of {len(rows):,} designs: score {score:.3f}, "
             f"recovery {recovered:.3f}")
+    if len(rows) > 1:
+        text += f", diversity {diversity([row[3] for row in rows]):.3f}"
+    return text
+
+
+def diversity(sequences):
+    """The fraction of residues in which two of N sequences differ, in the mean over pairs of them.
+
+    sequences: of DESIGN_COLUMNS."""
+    letters = np.array([list(sequence.replace("/", "")) for sequence in sequences])     # (N, L)
+    n, length = letters.shape
+    n_equal = 0     # ordered pairs with the same letter
+    for letter in np.unique(letters):
+        with_it = (letters == letter).sum(0)
+        n_equal += (with_it * (with_it - 1)).sum()
+    return 1 - n_equal / (n * (n - 1) * length)
 
 
 def write_files(args, design, text, arrays, targets):

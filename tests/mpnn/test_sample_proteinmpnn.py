@@ -1,6 +1,7 @@
 """Does sample_proteinmpnn.py draw and score what it was asked to, and refuse what it cannot do?"""
 
 import csv
+import itertools
 import json
 import math
 import os
@@ -118,10 +119,13 @@ def arrays(folder, kind, name="one"):
 
 def test_designs_are_summed_up_by_their_means(pdb, sample):
     out, err = sample(pdb, "--num", 3)
-    numbers = [head for head, _ in read(out)[1:]]
-    score, recovered = (np.mean([head[name] for head in numbers])
+    designs = read(out)[1:]
+    score, recovered = (np.mean([head[name] for head, _ in designs])
                         for name in ("score", "seq_recovery"))
-    assert f"one: mean of 3 designs: score {score:.3f}, recovery {recovered:.3f}" in err
+    differ = np.mean([a != b for (_, one), (_, other) in itertools.combinations(designs, 2)
+                      for a, b in zip(one, other, strict=True)])
+    assert (f"one: mean of 3 designs: score {score:.3f}, recovery {recovered:.3f}, "
+            f"diversity {differ:.3f}\n") in err
 
 
 def test_the_same_seed_gives_the_same_sequences_whatever_the_batch_size_and_number(sample, pdb):
