@@ -31,6 +31,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from ddp_setup import print0
@@ -63,7 +64,8 @@ from training.tool import open_output, run_tool, show_on_rank_0
 
 
 # Options that the weights of one model alone use.
-OF_PROTEINMPNN = ("correct_unfolded", "correction_weights", "fixed_chains", "orders", "batch_size")
+OF_PROTEINMPNN = ("also", "correct_unfolded", "correction_weights", "fixed_chains", "orders",
+                  "batch_size")
 OF_SEDD = ("no_ema", "bfloat16", "tokens")
 
 
@@ -109,25 +111,34 @@ def holds_proteinmpnn(path):
 def load_for_structures(path, args, ddp):
     """The VariantScorer of a ProteinMPNN."""
     refuse_options(args, OF_SEDD, "ProteinMPNN; expected it with those of SEDD")
-    model = load_model(path, ddp)
-    correction = model if args.correct_unfolded else None
+    models = [load_model(each, ddp) for each in (path, *map(find_weights, args.also))]
+    corrections = [None] * len(models)
+    if args.correct_unfolded:
+        corrections = models
     if args.correction_weights:
-        correction = load_model(find_weights(args.correction_weights), ddp)
-        if correction.ca_only != model.ca_only:
-            raise ValueError(f"found --correction_weights {args.correction_weights} for weights "
-                             f"{path}: one of a CA-only model, one for full backbones; expected "
-                             "both of one kind.")
+        corrections = [load_model(find_weights(each), ddp) for each in args.correction_weights]
+    loaded = [*models, *(each for each in corrections if each is not None)]
+    ca_only = models[0].ca_only
+    if any(each.ca_only != ca_only for each in loaded):
+        named = " ".join([args.weights, *args.also, *args.correction_weights])
+        raise ValueError(f"found weights {named}: some of a CA-only model, some for full "
+                         "backbones; expected all of one kind.")
     scoring = Scoring(args.orders, args.seed, args.batch_size)
 
     def score(proteins, done):
-        return score_with_proteinmpnn(
-            model, [protein.complex for protein in proteins],
-            [protein.changes for protein in proteins], scoring, correction, done, ddp)
+        complexes = [protein.complex for protein in proteins]
+        variants = [protein.changes for protein in proteins]
 
-    weights = hash_of(model.state_dict())
-    if correction is not None:
-        weights += hash_of(correction.state_dict())
-    return VariantScorer(weights, is_sedd=False, ca_only=model.ca_only, longest=float("inf"),
+        def done_of_all(scored, total):
+            done(scored, total * len(models))
+
+        of_each = [score_with_proteinmpnn(model, complexes, variants, scoring, correction,
+                                          done_of_all, ddp)
+                   for model, correction in zip(models, corrections)]
+        return [np.mean(scores, axis=0) for scores in zip(*of_each)]
+
+    weights = "".join(hash_of(each.state_dict()) for each in loaded)
+    return VariantScorer(weights, is_sedd=False, ca_only=ca_only, longest=float("inf"),
                          score=score)
 
 
@@ -318,10 +329,13 @@ def make_parser():
         help="PNG: of --scan a heat map, with --measured measured against predicted")
     add("--seed", type=int, default=0, help="of decoding orders and intervals (default 0)")
     add = parser.add_argument_group("ProteinMPNN").add_argument
+    add("--also", action="append", default=[], metavar="WEIGHTS",
+        help="further weights, each by an option of its own; a score is the mean over all")
     add("--correct_unfolded", action="store_true",
         help="subtract the score of each mutated residue alone")
-    add("--correction_weights", metavar="WEIGHTS",
-        help="the same by other weights, such as the base weights of fine-tuned ones")
+    add("--correction_weights", action="append", default=[], metavar="WEIGHTS",
+        help="the same by other weights, such as the base weights of fine-tuned ones; once, or "
+             "once more for each --also")
     add("--orders", type=int, default=4, metavar="N",
         help="decoding orders that scores are averaged over (default 4)")
     add("--batch_size", type=int, default=8, metavar="N",
@@ -349,9 +363,7 @@ def read_arguments(argv):
     if args.mutations and args.chains and len(args.chains) > 1:
         raise ValueError(f"found --chains {' '.join(args.chains)} with --mutations; expected the "
                          "one chain that is mutated. Of several, name them in a column chain.")
-    if args.correct_unfolded and args.correction_weights:
-        raise ValueError("found --correct_unfolded with --correction_weights, which are two ways "
-                         "of one correction; expected one of them.")
+    check_correction(args)
     check_proposals(args)
     for name in ("orders", "batch_size", "tokens"):
         if getattr(args, name) < 1:
@@ -362,8 +374,20 @@ def read_arguments(argv):
     weights = Path(args.weights)
     # An export is a folder; a run's folder holds its checkpoints in one.
     in_folder = [*weights.glob("*"), *weights.glob("checkpoints/*")]
-    check_outputs(args, [weights, *in_folder, *args.proteins])
+    check_outputs(args, [weights, *in_folder, *args.also, *args.correction_weights,
+                         *args.proteins])
     return args
+
+
+def check_correction(args):
+    """ValueError for options of the correction for the unfolded state that do not fit together."""
+    if args.correct_unfolded and args.correction_weights:
+        raise ValueError("found --correct_unfolded with --correction_weights, which are two ways "
+                         "of one correction; expected one of them.")
+    n_weights = 1 + len(args.also)
+    if args.correction_weights and len(args.correction_weights) != n_weights:
+        raise ValueError(f"found {n_weights} weights and {len(args.correction_weights)} "
+                         "--correction_weights; expected one for each, in their order.")
 
 
 def check_proposals(args):
@@ -420,7 +444,8 @@ def run(args, ddp):
     refuse_long("the given proteins", proteins, scorer.longest)
     check_alike(inputs_of(args, scorer, proteins, measured), ddp)
     n = sum(len(protein.variants) for protein in proteins)
-    print0(ddp, f"{describe(proteins, scorer)}\n{ddp.device}: {args.weights}, {n:,} variants of "
+    weights = ", ".join([args.weights, *args.also])
+    print0(ddp, f"{describe(proteins, scorer)}\n{ddp.device}: {weights}, {n:,} variants of "
                 f"{len(proteins):,} protein(s)", file=sys.stderr)
     with open_output(args.out, ddp) as write:
         with progress_bar(ddp.is_main, unit=" variants") as bar:

@@ -131,6 +131,20 @@ def test_the_score_alone_is_subtracted(options, weights, score):
     assert np.subtract(scores_of(plain), scores_of(rows)) == pytest.approx(alone, abs=1e-4)
 
 
+def test_several_weights_score_by_their_mean_each_with_its_own_correction(score):
+    text = "K11W\nK11W:A13G\n"
+    one, _ = score(text, "one.pdb", "--correction_weights", "other.pt")
+    both, err = score(text, "one.pdb", "--correction_weights", "other.pt", "--also", "other.pt",
+                      "--correction_weights", "w.pt")
+    of_pair = score_variants(load_proteinmpnn("other.pt").eval(), complex_of("one.pdb"),
+                             [[(1, 18)], [(1, 18), (3, 5)]])
+    alone = score_alone(load_proteinmpnn("w.pt").eval(), complex_of("one.pdb"),
+                        [[(1, 18)], [(1, 18), (3, 5)]])
+    expected = (np.array(scores_of(one)) + of_pair - alone) / 2
+    assert scores_of(both) == pytest.approx(expected, abs=1e-4)
+    assert "w.pt, other.pt, 2 variants of 1 protein(s)" in err
+
+
 @pytest.mark.parametrize("other", [
     ["--seed", "1"], ["--orders", "5"], ["--mutable_positions", "A10-A11"], ["--top", "3"]])
 def test_what_ranks_have_to_share_changes_with(other, folder):
@@ -313,6 +327,7 @@ score_mutations.main()
     ("K11W\n", "one.pdb --lower_is_better", "found --lower_is_better without --measured"),
     ("K11W\n", "one.pdb --measured ddg", "is a list; expected a table"),
     ("K11W\n", "one.pdb --correct_unfolded --correction_weights w.pt", "expected one of them"),
+    ("K11W\n", "one.pdb --also w.pt --correction_weights w.pt", "found 2 weights and 1"),
     ("K11W\n", "one.pdb --out m.csv", "the result would overwrite m.csv"),
     ("K11W\n", "one.pdb --out w.pt", "the result would overwrite w.pt"),
     ("K11W\n", "one.pdb --out one.pdb", "the result would overwrite one.pdb"),

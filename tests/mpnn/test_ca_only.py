@@ -199,7 +199,7 @@ def test_a_correction_by_weights_of_the_other_kind_is_refused(weights, files, ca
         score_mutations.main([*map(str, (weights / "ca.pt", files / "all.pdb", "--scan",
                                          "--correction_weights", weights / "full.pt"))])
     assert end.value.code == 2
-    assert "expected both of one kind" in capsys.readouterr().err
+    assert "expected all of one kind" in capsys.readouterr().err
 
 
 def pairs_file(folder, demo, pdb_file):
