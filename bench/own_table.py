@@ -9,13 +9,15 @@ Of each protein of the table, variants are drawn and the weights tuned on these 
 Spearman's correlation with their values: of the score of the base weights corrected for the
 unfolded state (zero-shot), of the tuned weights less the same correction, each by one decoding
 order, and of ridge regression on the drawn values, from indicators of mutated residues and new
-letters, and the zero-shot score (after Hsu et al. 2022, doi 10.1038/s41587-021-01146-5). With
+letters, and the zero-shot score (after Hsu et al. 2022, doi 10.1038/s41587-021-01146-5). --also
+WEIGHTS: scores are means over several base weights, each tuned and corrected by itself. With
 table.folds the cross-validation inside the drawn variants is shown too. Results are kept in
 FOLDER/own_table.json: the same command goes on.
 """
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -38,14 +40,19 @@ RIDGE_FOLDS = 5
 ZERO_SHOT_SIZE = 10     # standard deviations, so that this column is nearly free of the penalty
 
 
-def judge(config, n_variants, draw, folder, ddp=Ddp()):
+def judge(configs, n_variants, draw, folder, ddp=Ddp()):
     """Results of all proteins with enough variants, dicts by name; each is printed when it is
     known.
 
-    config: of a training. n_variants, draw: how many variants are drawn, by which seed."""
-    base, data = load(KINDS[config.model.kind], config, ddp)
-    base.model.to(ddp.device).eval()
-    settings = {"variants": n_variants, "draw": draw, **config_to_dict(config)}
+    configs: of trainings from one or several base weights, over which scores are averaged.
+    n_variants, draw: how many variants are drawn, by which seed."""
+    bases = []
+    for config in configs:
+        base, data = load(KINDS[config.model.kind], config, ddp)
+        base.model.to(ddp.device).eval()
+        bases.append(base)
+    settings = {"variants": n_variants, "draw": draw,
+                "configs": [config_to_dict(config) for config in configs]}
     kept = Path(folder, KEPT)
     results = {}
     if kept.exists():
@@ -56,7 +63,7 @@ def judge(config, n_variants, draw, folder, ddp=Ddp()):
         if len(table.variants) < n_variants + LEAST:
             continue
         if table.name not in results:
-            results[table.name] = judge_one(base, table, config, n_variants, draw, ddp)
+            results[table.name] = judge_one(bases, table, configs, n_variants, draw, ddp)
             kept.parent.mkdir(parents=True, exist_ok=True)
             write_text_atomic(kept, json.dumps({"settings": settings, "results": results},
                                                indent=1) + "\n")
@@ -64,32 +71,41 @@ def judge(config, n_variants, draw, folder, ddp=Ddp()):
     return results
 
 
-def judge_one(base, table, config, n_variants, draw, ddp):  # noqa: PLR0913  (what it depends on)
+def judge_one(bases, table, configs, n_variants, draw, ddp):  # noqa: PLR0913  (what it depends on)
     """The results of one protein, a dict."""
-    scorer = KINDS[config.model.kind].scorer(base, [table], config, ddp)
     order = random_words(len(table.variants), [FOR_DRAWS, draw, table.key])
     is_drawn = np.zeros(len(table.variants), bool)
     is_drawn[np.argsort(order, kind="stable")[:n_variants]] = True
     drawn = table.only(is_drawn)
 
-    def scores_of(model):
-        scores, = scorer.variant_scores(model, [table])
-        return scores
+    scorers = [KINDS[config.model.kind].scorer(base, [table], config, ddp)
+               for base, config in zip(bases, configs)]
+
+    def mean_scores(models):
+        """Of all variants."""
+        found = []
+        for scorer, model in zip(scorers, models):
+            found += scorer.variant_scores(model, [table])
+        return np.mean(found, axis=0)
+
+    def train_on(variants):
+        return [train_apart(base, variants, config, ddp) for base, config in zip(bases, configs)]
+
+    def scores_after(others):
+        return mean_scores(train_on(others))[is_drawn]
 
     def correlation(scores):
         return spearman_of(scores[~is_drawn], table.values[:-1][~is_drawn])
 
-    def scores_after(others):
-        return scores_of(train_apart(base, others, config, ddp))[is_drawn]
-
-    zero_shot = scores_of(base.model)
+    zero_shot = mean_scores([base.model for base in bases])
     began = time.process_time()
-    tuned = train_apart(base, drawn, config, ddp)
+    tuned = train_on(drawn)
     seconds = time.process_time() - began
     found = {"residues": table.length, "drawn": n_variants, "judged": int((~is_drawn).sum()),
-             "zero_shot": correlation(zero_shot), "tuned": correlation(scores_of(tuned)),
+             "zero_shot": correlation(zero_shot), "tuned": correlation(mean_scores(tuned)),
              "ridge": correlation(ridge_scores(table, is_drawn, zero_shot)),
              "cpu_seconds": round(seconds, 1)}
+    config = configs[0]
     if config.table.folds:
         found["folds"] = cross_validate(drawn, config.table.folds, config.training.seed,
                                         zero_shot[is_drawn], scores_after)
@@ -167,7 +183,7 @@ def ridge(features, values, wanted, penalty):
 
 # ---------------------------------------------------------------- command line
 def read_arguments(argv):
-    """(options, Config). Raises: ValueError, OSError."""
+    """(options, Configs of all base weights). Raises: ValueError, OSError."""
     parser = Parser(prog="python -m bench own_table", allow_abbrev=False, description=__doc__)
     parser.add_argument("table", help="mutations of several proteins, as for scoring")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="of the config")
@@ -175,6 +191,8 @@ def read_arguments(argv):
     parser.add_argument("--better", required=True, choices=("lower", "higher"), help="values")
     parser.add_argument("--variants", type=int, default=48, help="drawn of each protein")
     parser.add_argument("--draw", type=int, default=0, help="seed of the draw")
+    parser.add_argument("--also", action="append", default=[], metavar="WEIGHTS",
+                        help="further base weights; scores are means over all")
     parser.add_argument("--folder", required=True, type=Path, help="keeps the results")
     parser.add_argument("--config", default=ROOT / "configs" / "dpo_own_table.yaml",
                         help="default: configs/dpo_own_table.yaml")
@@ -185,13 +203,16 @@ def read_arguments(argv):
              "table.better": options.better}
     config = load_config(Config, options.config, options.overrides, given)
     check_config(config)
-    return options, config
+    configs = [config]
+    for name in options.also:
+        configs.append(replace(config, model=replace(config.model, base_model_name=name)))
+    return options, configs
 
 
 def main(argv):
     try:
-        options, config = read_arguments(argv)
-        results = judge(config, options.variants, options.draw, options.folder)
+        options, configs = read_arguments(argv)
+        results = judge(configs, options.variants, options.draw, options.folder)
         if not results:
             raise ValueError(f"{options.table} has no protein with {options.variants} variants and "
                              f"{LEAST} more; expected one")

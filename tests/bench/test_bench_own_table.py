@@ -3,9 +3,11 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
 from bench.own_table import ridge, ridge_scores
 from dpo.tables import VariantTable
+from mpnn.model import random_proteinmpnn, to_checkpoint
 from proteins.letters import AMINO_ACIDS
 from proteins.mutations import scan_sequence
 from mpnn_cases import Atoms
@@ -27,15 +29,15 @@ def folder(tmp_path):
     return tmp_path
 
 
-SMALL = [f"model.{name}" for name in (
-    "base_model_name=random", "random.hidden_size=16", "random.n_encoder=1", "random.n_decoder=1",
-    "random.num_edges=4")]
+SIZES = {"hidden_size": 16, "n_encoder": 1, "n_decoder": 1, "num_edges": 4}
+SMALL = ["model.base_model_name=random",
+         *(f"model.random.{name}={size}" for name, size in SIZES.items())]
 
 
-def own_table(folder, *words):
+def own_table(folder, *words, base=SMALL):
     (code, out, err), = command_lines("bench", [
         ["own_table", "table.csv", "--measured", "value", "--better", "higher", "--folder", "kept",
-         "--variants", "12", "training.n_iters=2", *SMALL, *words]], folder)
+         "--variants", "12", "training.n_iters=2", *base, *words]], folder)
     return code, out, err
 
 
@@ -60,6 +62,23 @@ def test_the_same_command_goes_on_and_another_draw_does_not(folder):
     kept.write_text(json.dumps(whole))
     assert "tuned 2.000" in own_table(folder, "table.folds=0")[1]
     assert "tuned 2.000" not in own_table(folder, "table.folds=0", "--draw", "1")[1]
+
+
+def test_scores_are_means_over_several_base_weights(folder):
+    """Twice the same weights give what these give alone, and other ones do not."""
+    first = folder / "1.pt"
+    second = folder / "2.pt"
+    for path, seed in ((first, 1), (second, 2)):
+        torch.save(to_checkpoint(random_proteinmpnn(seed, **SIZES)), path)
+    found = []
+    for also in ([], ["--also", str(first)], ["--also", str(second)]):
+        code, _, err = own_table(folder, "table.folds=0", *also,
+                                 base=[f"model.base_model_name={first}"])
+        assert code == 0, err
+        kept = json.loads((folder / "kept" / "own_table.json").read_text())["results"]
+        found.append([each[name] for each in kept.values() for name in ("zero_shot", "tuned")])
+    assert found[1] == pytest.approx(found[0])
+    assert found[2] != pytest.approx(found[0])
 
 
 def test_keys_that_exclude_each_other_are_refused(folder):
