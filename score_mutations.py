@@ -137,7 +137,8 @@ def load_for_structures(path, args, ddp):
                    for model, correction in zip(models, corrections)]
         return [np.mean(scores, axis=0) for scores in zip(*of_each)]
 
-    weights = "".join(hash_of(each.state_dict()) for each in loaded)
+    # With their number: further weights are not those of a correction.
+    weights = f"{len(models)} {' '.join(hash_of(each.state_dict()) for each in loaded)}"
     return VariantScorer(weights, is_sedd=False, ca_only=ca_only, longest=float("inf"),
                          score=score)
 

@@ -157,12 +157,13 @@ def test_what_ranks_have_to_share_changes_with(other, folder):
     assert found[0] != found[1]
 
 
-def test_weights_of_a_correction_that_differ_between_ranks_are_noticed(folder):
+@pytest.mark.parametrize("other", ["--correction_weights third.pt", "--also other.pt",
+                                   "--also other.pt --correct_unfolded"])
+def test_weights_that_differ_between_ranks_are_noticed(other, folder):
     torch.save(to_checkpoint(random_proteinmpnn(5, hidden_size=16, num_edges=6)), "third.pt")
     hashes = set()
-    for correction in ("other.pt", "third.pt"):
-        args = score_mutations.read_arguments(
-            ["w.pt", "one.pdb", "--scan", "--correction_weights", correction])
+    for options in ("--correction_weights other.pt", other):
+        args = score_mutations.read_arguments(["w.pt", "one.pdb", "--scan", *options.split()])
         hashes.add(score_mutations.load_scorer(args, Ddp()).weights)
     assert len(hashes) == 2
 
@@ -284,7 +285,7 @@ def test_a_model_needs_a_mask(score, folder):
 # ---- both ----
 
 @pytest.mark.parametrize("arguments", [
-    ["w.pt", "two.pdb", "--scan", "--correct_unfolded", "--orders", "3"],
+    ["w.pt", "two.pdb", "--scan", "--also", "other.pt", "--correct_unfolded", "--orders", "3"],
     ["w.pt", "two.pdb", "--scan", "--top", "30", "--unmeasured", "measured.csv"],
     ["sedd.pt", "--mutations", "t.csv", "--measured", "ddg", "--tokens", "9"]])
 def test_two_ranks_write_and_say_what_one_does(arguments, folder, command):
@@ -328,6 +329,9 @@ score_mutations.main()
     ("K11W\n", "one.pdb --measured ddg", "is a list; expected a table"),
     ("K11W\n", "one.pdb --correct_unfolded --correction_weights w.pt", "expected one of them"),
     ("K11W\n", "one.pdb --also w.pt --correction_weights w.pt", "found 2 weights and 1"),
+    ("K11W\n", "one.pdb --also sedd.pt", "sedd.pt"),
+    ("K11W\n", "one.pdb --also none.pt", "There is no file none.pt"),
+    ("K11W\n", "one.pdb --also other.pt --out other.pt", "the result would overwrite other.pt"),
     ("K11W\n", "one.pdb --out m.csv", "the result would overwrite m.csv"),
     ("K11W\n", "one.pdb --out w.pt", "the result would overwrite w.pt"),
     ("K11W\n", "one.pdb --out one.pdb", "the result would overwrite one.pdb"),
@@ -354,6 +358,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(text, options, said
 
 @pytest.mark.parametrize("text, options, said", [
     (TABLE, "--correct_unfolded", "found --correct_unfolded with weights of SEDD"),
+    (TABLE, "--also w.pt", "found --also with weights of SEDD"),
     (TABLE, "--orders 2", "found --orders with weights of SEDD"),
     (TABLE, "--chains A", "found --chains with sequences"),
     (TABLE, "--measured ddG", "m.csv has no column ddG"),
@@ -391,7 +396,7 @@ def test_a_run_folder_of_proteinmpnn_is_refused_with_the_file_to_give(command, f
     ("w.pt one.pdb", "one of the arguments --mutations --scan is required"),
     ("w.pt --scan", "found --scan without a protein"),
     ("w.pt one.pdb --scan --measured ddg", "found --measured with --scan"),
-    ("none.pt one.pdb --scan", "there is no file none.pt"),
+    ("none.pt one.pdb --scan", "There is no file none.pt"),
     ("one.pdb one.pdb --scan", "cannot read"),
     ("w.pt one.pdb --scan --out p.png --picture ./p.png", "the picture would overwrite the table"),
     ("sedd.pt one.pdb wild.fasta --scan", "structures and sequences"),
