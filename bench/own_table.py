@@ -192,7 +192,7 @@ def read_arguments(argv):
     parser.add_argument("--variants", type=int, default=48, help="drawn of each protein")
     parser.add_argument("--draw", type=int, default=0, help="seed of the draw")
     parser.add_argument("--also", action="append", default=[], metavar="WEIGHTS",
-                        help="further base weights; scores are means over all")
+                        help="further model.base_model_name; scores are means over all")
     parser.add_argument("--folder", required=True, type=Path, help="keeps the results")
     parser.add_argument("--config", default=ROOT / "configs" / "dpo_own_table.yaml",
                         help="default: configs/dpo_own_table.yaml")
@@ -202,10 +202,11 @@ def read_arguments(argv):
     given = {"data.train_data": options.table, "table.measured": options.measured,
              "table.better": options.better}
     config = load_config(Config, options.config, options.overrides, given)
-    check_config(config)
     configs = [config]
     for name in options.also:
         configs.append(replace(config, model=replace(config.model, base_model_name=name)))
+    for each in configs:
+        check_config(each)
     return options, configs
 
 

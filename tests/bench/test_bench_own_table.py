@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench.own_table import ridge, ridge_scores
+from bench.own_table import read_arguments, ridge, ridge_scores
 from dpo.tables import VariantTable
 from mpnn.model import random_proteinmpnn, to_checkpoint
 from proteins.letters import AMINO_ACIDS
@@ -79,6 +79,14 @@ def test_scores_are_means_over_several_base_weights(folder):
         found.append([each[name] for each in kept.values() for name in ("zero_shot", "tuned")])
     assert found[1] == pytest.approx(found[0])
     assert found[2] != pytest.approx(found[0])
+
+
+def test_further_weights_for_sedd_are_refused():
+    """SEDD does not read model.base_model_name: the same weights would count twice."""
+    with pytest.raises(ValueError, match="model.base_model_name is given"):
+        read_arguments(["table.csv", "--measured", "value", "--better", "higher", "--folder",
+                        "kept", "--also", "v_48_010", "model.kind=sedd", "model.base=sedd.pt",
+                        "loss.reference=base", "loss.native_kl=0"])
 
 
 def test_keys_that_exclude_each_other_are_refused(folder):
