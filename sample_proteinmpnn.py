@@ -600,15 +600,17 @@ def describe_designs(design, rows):
     text = (f"{design.name}: mean of {len(rows):,} designs: score {score:.3f}, "
             f"recovery {recovered:.3f}")
     if len(rows) > 1:
-        text += f", diversity {diversity([row[3] for row in rows]):.3f}"
+        text += f", diversity {diversity(design, [row[3] for row in rows]):.3f}"
     return text
 
 
-def diversity(sequences):
-    """The fraction of residues in which two of N sequences differ, in the mean over pairs of them.
+def diversity(design, sequences):
+    """The fraction of designed, resolved residues in which two of N sequences differ, in the mean
+    over pairs of them.
 
     sequences: of DESIGN_COLUMNS."""
-    letters = np.array([list(sequence.replace("/", "")) for sequence in sequences])     # (N, L)
+    letters = np.array([list(sequence.replace("/", "")) for sequence in sequences])
+    letters = letters[:, design.drawn[design.rows]]
     n, length = letters.shape
     n_equal = 0     # ordered pairs with the same letter
     for letter in np.unique(letters):

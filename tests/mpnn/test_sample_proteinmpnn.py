@@ -117,14 +117,18 @@ def arrays(folder, kind, name="one"):
     return dict(np.load(folder / kind / f"{name}.npz"))
 
 
-def test_designs_are_summed_up_by_their_means(pdb, sample):
-    out, err = sample(pdb, "--num", 3)
+def test_designs_are_summed_up_by_their_means_over_designed_residues(dimer, sample):
+    """Those of chain A are written last."""
+    out, err = sample(dimer, "--chains", "B", "A", "--mutable_positions", "A12", "A15",
+                      "--num", 3, "--temperature", 1)
     designs = read(out)[1:]
     score, recovered = (np.mean([head[name] for head, _ in designs])
                         for name in ("score", "seq_recovery"))
-    differ = np.mean([a != b for (_, one), (_, other) in itertools.combinations(designs, 2)
+    designed = [[sequence.split("/")[1][row] for row in (2, 5)] for _, sequence in designs]
+    differ = np.mean([a != b for one, other in itertools.combinations(designed, 2)
                       for a, b in zip(one, other, strict=True)])
-    assert (f"one: mean of 3 designs: score {score:.3f}, recovery {recovered:.3f}, "
+    assert 0 < differ < 1
+    assert (f"dimer: mean of 3 designs: score {score:.3f}, recovery {recovered:.3f}, "
             f"diversity {differ:.3f}\n") in err
 
 
