@@ -455,13 +455,14 @@ def run(args, ddp):
                 bar.update(scored)
 
             scores = scorer.score(proteins, advance)
+        folder = args.out.parent if args.out else Path()
         chosen = []
         if args.top:
             chosen = choose_proposals(proteins, scores, measured, args.top, args.per_position)
-            write(table_text(*in_order(proteins, scores, chosen)))
+            write(table_text(*in_order(proteins, scores, chosen), folder))
             print0(ddp, describe_proposals(chosen, args.top, args.per_position), file=sys.stderr)
         else:
-            write(table_text(proteins, scores))
+            write(table_text(proteins, scores, folder))
     if args.measured or args.picture:
         marks = marks_of(proteins, measured, chosen) if args.top else None
         show_on_rank_0(lambda: describe_result(args, proteins, scores, marks), ddp)

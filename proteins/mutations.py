@@ -329,13 +329,26 @@ def variants_text(proteins: list[Protein], columns: list[str], folder: Path) -> 
     writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
     writer.writeheader()
     for protein in proteins:
-        path = os.path.relpath(absolute(Path(protein.structure.name)), folder.resolve())
+        path = path_in(folder, protein)
         for variant in protein.variants:
-            cells = dict(variant.cells)
-            if "pdb_file" in cells:
-                cells["pdb_file"] = path
-            writer.writerow(cells)
+            writer.writerow(cells_with(path, variant))
     return text.getvalue()
+
+
+def path_in(folder: Path, protein: Protein) -> str:
+    """The path of a protein's structure, relative to a folder; of a sequence alone empty."""
+    if not protein.has_structure:
+        return ""
+    return os.path.relpath(absolute(Path(protein.structure.name)), folder.resolve())
+
+
+def cells_with(path: str, variant: Variant) -> dict[str, str]:
+    """{column: text} of a variant, with another pdb_file if it has one and the path is not empty.
+    """
+    cells = dict(variant.cells)
+    if path and "pdb_file" in cells:
+        cells["pdb_file"] = path
+    return cells
 
 
 def absolute(path: Path) -> Path:
@@ -462,7 +475,8 @@ def check_structure_file(path, cells):
     """ValueError for a line of a table that names a file which is not there."""
     name = cells.get("pdb_file", path.name)
     if not os.path.isfile(path.parent / name):
-        raise ValueError(f"there is no file {name or '(empty cell)':.200}")
+        tried = str(path.parent / name) if name else "(empty cell)"
+        raise ValueError(f"there is no file {tried:.200}")
 
 
 # ---- structures ----

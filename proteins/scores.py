@@ -1,7 +1,7 @@
 """Scores of the variants of many proteins: as a table, and against what was measured.
 
     proteins, skipped = place_all(read_mutations("s2648.csv", measured="ddg"))
-    text = table_text(proteins, scores)                     # CSV; scores: (n,) of each protein
+    text = table_text(proteins, scores, folder)             # CSV; scores: (n,) of each protein
     report = correlate_proteins(proteins, scores, lower_is_better=True)
     print(report_text(report, "ddg", lower_is_better=True))
 
@@ -10,11 +10,12 @@ No model here. Writes nothing.
 import csv
 import io
 import math
+from pathlib import Path
 
 import numpy as np
 
 from proteins.correlation import FEWEST, Report, correlate
-from proteins.mutations import MutationTable, Protein
+from proteins.mutations import MutationTable, Protein, cells_with, path_in
 
 SCORE = "score"         # the column that is added to a table
 
@@ -26,19 +27,21 @@ def check_no_score(table: MutationTable) -> None:
                          "expected another name for it.")
 
 
-def table_text(proteins: list[Protein], scores: list[np.ndarray]) -> str:
+def table_text(proteins: list[Protein], scores: list[np.ndarray], folder: Path) -> str:
     """CSV of the variants, protein by protein: their own columns and their score. Columns that name
-    the protein come first if the variants lack them, as those of a list do."""
+    the protein come first if the variants lack them, as those of a list do. Paths are relative to
+    `folder`, as those of a table in it."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     columns = list(proteins[0].variants[0].cells)
-    added = [name for name in naming_cells(proteins[0]) if name not in columns]
+    added = [name for name in naming_cells("", proteins[0]) if name not in columns]
     writer.writerow([*added, *columns, SCORE])
     for protein, of_protein in zip(proteins, scores):
-        own = naming_cells(protein)
+        path = path_in(folder, protein)
+        own = naming_cells(path, protein)
         for variant, score in zip(protein.variants, of_protein):
-            writer.writerow([*(own[name] for name in added), *variant.cells.values(),
-                             written(score)])
+            cells = cells_with(path, variant)
+            writer.writerow([*(own[name] for name in added), *cells.values(), written(score)])
     return text.getvalue()
 
 
@@ -47,10 +50,10 @@ def written(score: float) -> str:
     return f"{score:.5f}"
 
 
-def naming_cells(protein):
-    """{column: text} that name a protein."""
+def naming_cells(path, protein):
+    """{column: text} that name a protein. path: of its structure, as in the table."""
     if protein.has_structure:
-        return {"pdb_file": protein.name, "chain": protein.chain}
+        return {"pdb_file": path, "chain": protein.chain}
     if "sequence" in protein.variants[0].cells:
         return {}
     return {"name": protein.name}

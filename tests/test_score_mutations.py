@@ -181,6 +181,17 @@ def test_a_scan_has_all_other_letters_of_the_wanted_positions(folder, score, com
     assert scores_of(again) == pytest.approx(scores_of(rows), abs=1e-4)
 
 
+def test_paths_in_a_result_are_relative_to_it_so_that_it_is_a_table_where_it_is(folder, command):
+    (folder / "plates").mkdir()
+    command("w.pt", "one.pdb", "--scan", "--out", "plates/scan.csv")
+    command("w.pt", "--mutations", "plates/scan.csv", code=2)       # has a score already
+    text = (folder / "plates" / "scan.csv").read_text()
+    (folder / "plates" / "scan.csv").write_text(text.replace("score", "value"))
+    rows, err = command("w.pt", "--mutations", "plates/scan.csv", "--measured", "value")
+    assert {row["pdb_file"] for row in rows} == {"one.pdb"}
+    assert "Spearman 1.000 [1.000, 1.000]: 209 mutations of 1 protein(s)" in err
+
+
 @pytest.mark.parametrize("options, sign", [([], 1), (["--lower_is_better"], -1)])
 def test_the_correlation_with_a_measured_column_is_printed(options, sign, score):
     letters = "ACDEFGHILN"
@@ -396,7 +407,7 @@ def test_a_run_folder_of_proteinmpnn_is_refused_with_the_file_to_give(command, f
     ("w.pt one.pdb", "one of the arguments --mutations --scan is required"),
     ("w.pt --scan", "found --scan without a protein"),
     ("w.pt one.pdb --scan --measured ddg", "found --measured with --scan"),
-    ("none.pt one.pdb --scan", "There is no file none.pt"),
+    ("none.pt one.pdb --scan", "there is no file none.pt"),
     ("one.pdb one.pdb --scan", "cannot read"),
     ("w.pt one.pdb --scan --out p.png --picture ./p.png", "the picture would overwrite the table"),
     ("sedd.pt one.pdb wild.fasta --scan", "structures and sequences"),

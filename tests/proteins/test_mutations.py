@@ -104,7 +104,7 @@ def test_a_scan_leaves_residues_out_that_lack_atoms_of_the_backbone(small):
     ("small.pdb,A,,1", "found no mutation"),
     ("small.pdb,A,M1A,high", "found 'high' as ddg"),
     ("small.pdb,A,M1A,nan", "found 'nan' as ddg"),
-    ("no.pdb,A,M1A,1", "there is no file no.pdb"),
+    ("no.pdb,A,M1A,1", "/no.pdb"),
     (",A,M1A,1", "there is no file (empty cell)"),
     ("small.pdb,A,M1A", "found more or fewer cells than columns")])
 def test_a_wrong_line_is_named(row, said, small):
