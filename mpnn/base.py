@@ -39,6 +39,8 @@ def path_of_base(section):
     path = in_folder(name, folder)
     if path is not None:
         return path, ""
+    if Path(name).is_file():
+        return Path(name), ""
     path = in_package(name, folder)
     if path is not None:
         return path, f" (an installed package; there is none in {folder})"

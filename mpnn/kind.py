@@ -56,7 +56,7 @@ class ProteinMPNNKind(Kind):
         return ProteinMPNNScorer(base, pairs, config, ddp)
 
     def options_anew(self, folder: Path | str) -> str:
-        return f"--base_model_name best_model --base_model_dir {folder}"
+        return f"--base_model_name {folder}/best_model.pt"
 
 
 def check_scores(loss):

@@ -482,7 +482,7 @@ def test_a_resume_is_refused_for_other_pairs_or_base_weights_or_spoilt_ones(tmp_
             ({**state, "base": "0"}, "trained from other base weights"),
             ({**state, "model": spoilt}, "1 tensors .* infinite numbers, first W_out.bias"),
             ({**state, "data": {"n": 3, "hash": "0"}},
-             "other pairs, or in another order.*--base_model_name best_model"),
+             "other pairs, or in another order.*--base_model_name .*best_model.pt"),
             (older, "other.pt has no seen; expected a mapping.* no checkpoint of this training"),
             ({**state, "step": -5}, "other.pt: step is -5; expected at least 0"),
             ({**state, "optimizer": None}, "optimizer is nothing .*; expected a mapping"),
@@ -795,7 +795,7 @@ def test_runs_from_files_as_the_original_was_called_and_with_positions_on_the_co
     plain, again, by_number, by_index = command_lines("train_dpo_ddp", [
         ("--train_data pairs.json --base_model_dir w --num_epochs 2 --lr 1e-3 --no_cuda "
          "--batch_size 2 --output_dir out --base_model_config_dir cfg").split(),
-        ("--train_data few.json --num_epochs 1 --base_model_dir out --base_model_name best_model "
+        ("--train_data few.json --num_epochs 1 --base_model_name out/best_model.pt "
          "--work_dir again").split(),   # from the weights of a former run
         [*few, "--output_dir", "a", "--mutable_positions", "A5-A9"],
         [*few, "--output_dir", "b", "--mutable_ranges", "4-8", "optim.lr=3e-6"]], files)
