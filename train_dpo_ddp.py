@@ -52,7 +52,7 @@ from training.config import (CommonMemory, CommonMonitoring, CommonOptim, Common
                              config_items, key, key_fields, load_config, refuse_config)
 from training.finish import finish_run, say_finished
 from training.folder import take_folder
-from training.log import open_log
+from training.log import open_log, show_progress
 from training.loop import (N_SCALARS, MicroBatchSampler, Run, after_step, check_alike,
                            clip_gradient, fetch, global_gradient, is_finished, open_batches,
                            set_learning_rate, step_optimizer, take_step)
@@ -113,8 +113,8 @@ class Model:
                            help="weights, of a file, run folder or export")
     base_model_name: str = key(
         "v_48_020", may_change=True, per_host=True, kind="proteinmpnn", flag="--base_model_name",
-        help="file BASE_MODEL_DIR/NAME.pt, or a published name (mpnn/published.py); random: "
-             "untrained weights")
+        help="file BASE_MODEL_DIR/NAME.pt, the path of a file, or a published name "
+             "(mpnn/published.py); random: untrained weights")
     base_model_dir: str = key("vanilla_model_weights", may_change=True, per_host=True,
                               kind="proteinmpnn", flag="--base_model_dir",
                               help="folder of base_model_name")
@@ -632,8 +632,11 @@ def cross_validate_run(run, log, ddp):
     def scores_after(others):
         return scores_of(train_apart(scorer.base, others, config, ddp))
 
+    def show(folds):
+        return show_progress(folds, ddp, "cross-validation")
+
     found = cross_validate(table, config.table.folds, config.training.seed,
-                           scores_of(scorer.base.model), scores_after)
+                           scores_of(scorer.base.model), scores_after, show)
     if stop_reason(ddp, run.progress["step"]):      # trainings were cut short
         return
     run.progress["folds"] = found

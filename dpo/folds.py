@@ -16,8 +16,9 @@ from proteins.correlation import compare
 from proteins.seeds import FOR_FOLDS, random_words
 
 
-def cross_validate(table: VariantTable, n_folds: int, seed: int, before: np.ndarray,
-                   scores_after: Callable) -> dict:
+def cross_validate(  # noqa: PLR0913  (the last only shows how far)
+        table: VariantTable, n_folds: int, seed: int, before: np.ndarray, scores_after: Callable,
+        show: Callable = iter) -> dict:
     """Spearman's correlations with the measured values, before and after tuning.
 
     Args:
@@ -26,13 +27,14 @@ def cross_validate(table: VariantTable, n_folds: int, seed: int, before: np.ndar
         before:       (N,) scores of the variants under the base.
         scores_after: function of the VariantTable of the others -> (N,) scores of all variants
             under weights that were tuned on these.
+        show:         function of a list that yields its items, and shows progress.
     Returns: {"variants": N, ...}, with the fields of a Gain.
     """
     values = table.values[:-1]
     n = len(values)
     fold_of = folds_of(table, n_folds, seed)
     after = np.empty(n)
-    for fold in np.unique(fold_of):
+    for fold in show(np.unique(fold_of)):
         left_out = fold_of == fold
         after[left_out] = scores_after(table.only(~left_out))[left_out]
     gain = compare(before, after, values)
