@@ -36,6 +36,7 @@ import torch
 
 from ddp_setup import SetupError, detect_launcher
 from mpnn.batches import collate_complexes
+from mpnn.designs import diversity
 from mpnn.model import MAX_TEMPERATURE, decoding_order, gumbel_noise
 from mpnn.official_settings import PER_STRUCTURE, read_json
 from mpnn.published import find_weights
@@ -600,23 +601,15 @@ def describe_designs(design, rows):
     text = (f"{design.name}: mean of {len(rows):,} designs: score {score:.3f}, "
             f"recovery {recovered:.3f}")
     if len(rows) > 1:
-        text += f", diversity {diversity(design, [row[3] for row in rows]):.3f}"
+        letters = drawn_letters(design, [row[3] for row in rows])
+        text += f", diversity {diversity(letters):.3f}"
     return text
 
 
-def diversity(design, sequences):
-    """The fraction of designed, resolved residues in which two of N sequences differ, in the mean
-    over pairs of them.
-
-    sequences: of DESIGN_COLUMNS."""
+def drawn_letters(design, sequences):
+    """(N, designed and resolved residues) letters of sequences of DESIGN_COLUMNS."""
     letters = np.array([list(sequence.replace("/", "")) for sequence in sequences])
-    letters = letters[:, design.drawn[design.rows]]
-    n, length = letters.shape
-    n_equal = 0     # ordered pairs with the same letter
-    for letter in np.unique(letters):
-        with_it = (letters == letter).sum(0)
-        n_equal += (with_it * (with_it - 1)).sum()
-    return 1 - n_equal / (n * (n - 1) * length)
+    return letters[:, design.drawn[design.rows]]
 
 
 def write_files(args, design, text, arrays, targets):

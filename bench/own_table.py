@@ -202,11 +202,13 @@ def read_arguments(argv):
     given = {"data.train_data": options.table, "table.measured": options.measured,
              "table.better": options.better}
     config = load_config(Config, options.config, options.overrides, given)
+    check_config(config)
+    if options.also and config.model.kind != "proteinmpnn":
+        raise ValueError(f"found --also with model.kind={config.model.kind}; expected it with "
+                         "proteinmpnn")
     configs = [config]
     for name in options.also:
         configs.append(replace(config, model=replace(config.model, base_model_name=name)))
-    for each in configs:
-        check_config(each)
     return options, configs
 
 

@@ -182,7 +182,7 @@ def warn_of_drift(run, log):
         say_attention(log, "the weights have moved far from the base: native sequences of training "
                            f"proteins by {drift:.2f} nats per residue (KL divergence; expected up "
                            f"to {MOST_DRIFT:g}). Scores of other proteins and designs may be "
-                           "spoilt. Lower optim.lr, raise training.batch_size or loss.native_kl.")
+                           "spoilt. Lower optim.lr, raise training.accum or loss.native_kl.")
 
 
 def say_attention(log, text):

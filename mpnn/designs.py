@@ -134,7 +134,7 @@ class Designs(PolicyDesigns):
         and those of the base weights' designs."""
         recovery = []
         preferred = []
-        diversity = []
+        diversities = []
         for problem, letters in self.drawn_letters(S):
             native = problem.complex.S[problem.drawn]
             known = native != X_ID
@@ -142,14 +142,13 @@ class Designs(PolicyDesigns):
                 recovery.append((letters == native)[:, known].mean())
             better = np.stack(problem.preferred)[:, problem.drawn[:len(problem.preferred[0])]]
             preferred.append((letters[:, None] == better).mean())
-            differ = (letters[:, None] != letters).mean(-1).sum()   # over ordered pairs of designs
-            diversity.append(differ / (self.number * (self.number - 1)))
+            diversities.append(diversity(letters))
         shift = abs(self.frequencies(S) - self.frequencies(self.base)).sum() / 2
         values = {}
         if recovery:
             values["val/design_recovery"] = float(np.mean(recovery))
         values["val/design_preferred"] = float(np.mean(preferred))
-        values["val/design_diversity"] = float(np.mean(diversity))
+        values["val/design_diversity"] = float(np.mean(diversities))
         values["val/design_shift"] = float(shift)
         return values
 
@@ -171,3 +170,15 @@ class Designs(PolicyDesigns):
                           f"designed={problem.drawn.sum()}, T={self.temperature:g}, "
                           f"sample={number}", parts]
         return "\n".join(lines) + "\n"
+
+
+def diversity(letters: np.ndarray) -> float:
+    """The fraction of residues in which two of N designs differ, in the mean over pairs of them.
+
+    letters: (N, L) of any type, N of at least two."""
+    n, length = letters.shape
+    n_equal = 0     # ordered pairs with the same letter
+    for letter in np.unique(letters):
+        with_it = (letters == letter).sum(0)
+        n_equal += (with_it * (with_it - 1)).sum()
+    return 1 - n_equal / (n * (n - 1) * length)

@@ -83,9 +83,9 @@ def test_scores_are_means_over_several_base_weights(folder):
 
 def test_further_weights_for_sedd_are_refused():
     """SEDD does not read model.base_model_name: the same weights would count twice."""
-    with pytest.raises(ValueError, match="model.base_model_name is given"):
+    with pytest.raises(ValueError, match="found --also with model.kind=sedd"):
         read_arguments(["table.csv", "--measured", "value", "--better", "higher", "--folder",
-                        "kept", "--also", "v_48_010", "model.kind=sedd", "model.base=sedd.pt",
+                        "kept", "--also", "v_48_020", "model.kind=sedd", "model.base=sedd.pt",
                         "loss.reference=base", "loss.native_kl=0"])
 
 

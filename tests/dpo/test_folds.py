@@ -16,6 +16,12 @@ def made_table(n=41):
 def test_each_variant_is_left_out_once_with_its_residue_and_scored_by_the_rest():
     table = made_table()            # eight residues of five variants, and one of one
     left_out = []
+    shown = []
+
+    def show(folds):
+        for fold in folds:
+            shown.append(len(left_out))
+            yield fold
 
     def scores_after(others):
         is_known = np.isin(range(41), [table.variants.index(each) for each in others.variants])
@@ -23,7 +29,8 @@ def test_each_variant_is_left_out_once_with_its_residue_and_scored_by_the_rest()
         left_out.append(np.flatnonzero(~is_known))
         return np.where(is_known, 0.0, table.values[:-1])       # right for those alone
 
-    found = cross_validate(table, 4, 0, -table.values[:-1], scores_after)
+    found = cross_validate(table, 4, 0, -table.values[:-1], scores_after, show)
+    assert shown == [0, 1, 2, 3]        # as many are done
     rows_left_out = [{table.variants[number][0][0] for number in part} for part in left_out]
     assert sorted(map(len, rows_left_out)) == [2, 2, 2, 3]
     assert sorted(row for rows in rows_left_out for row in rows) == list(range(9))
