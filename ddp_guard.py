@@ -6,21 +6,21 @@
 
 `supervise` starts the same command again as a child, the rank, and stays as its guard: a process
 without torch, which works even if the rank is stopped or holds the GIL. It speaks for its own rank
-only, and in three cases: the rank died of a signal, left without cleanup_ddp and without a word, or
-made no progress within its limit. It then prints `FAILED: rank R of N on HOST: cause`, notes it in
-status.json, and exits with a code. Ending the other ranks is the launcher's task: it does so for an
-exit code (MPICH and Slurm are asked to).
+only, and in three cases: the rank died of a signal, left the block of watch_run (ddp_watch.py) by
+ending its process without a word, or made no progress there within its limit. It then prints
+`FAILED: rank R of N on HOST: cause`, notes it in status.json, and exits with a code. Ending the
+other ranks is the launcher's task: it does so for an exit code (MPICH and Slurm are asked to).
 
     rank  --- lines of JSON through a pipe --->  its guard, the parent
           <-- signals; at the limit SIGQUIT ---  for the stacks; then SIGKILL
 
 Each line is a sign of progress, and replaces what the guard knew (see `Known`):
-    {"rank", "host", "slurm_step"}  in setup_ddp, when it knows its place
-    {"size"}                      when all ranks have met
-    {"limit", "run_dir", "step"}  in start_watch, and then with each step
-    {"saved"}                     what a next start continues from, in words for the last line
-    {"spoken"}                    the rank itself has said why it ends
-    {"left"}                      cleanup_ddp is over
+    {"rank", "size", "host", "slurm_step", "limit"}   in watch_run
+    {"run_dir", "run"}   when the run has its folder; "run" stands in status.json too
+    {"step"}             with each step
+    {"saved"}            what a next start continues from, in words for the last line
+    {"spoken"}           the rank itself says why it ends
+    {"left"}             the block is left
 If no rank makes progress, each guard has its rank write its stacks to RUN_DIR/stacks/rank_R.txt,
 and adds a line with step and place. Rank 0's guard reads these, and says who is late.
 
@@ -39,9 +39,9 @@ import sys
 import time
 from typing import NamedTuple
 
-FAILED = 1          # exit codes, as in ddp_setup.py
+FAILED = 1          # exit codes, as in ddp_watch.py
 HANG = 70
-AGAIN = 75
+STOPPED = 75
 INTERRUPTED = 130
 POLL = 0.25         # seconds between two looks at the rank
 SUSPENDED = 5.0     # a guard that did not run for so long was suspended, and its rank with it
@@ -58,7 +58,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal
 # Of a death by signal. SIGBUS: a page of shared memory, such as MPI's own, found no room.
 LIKELY_CAUSES = {signal.SIGKILL: ": out of memory?", signal.SIGBUS: ": is /dev/shm full?"}
 # Files of the innermost frame of a rank that waits for others: DDP does so in the backward.
-WAITING = ("torch/distributed", "torch/autograd", "ddp_setup.py")
+WAITING = ("torch/distributed", "torch/autograd", "ddp_setup.py", "ddp_watch.py")
 RANK_VARIABLES = ("DDP_RANK", "RANK", "OMPI_COMM_WORLD_RANK", "PALS_RANKID", "PMI_RANK",
                   "SLURM_PROCID")
 
@@ -106,14 +106,15 @@ def start_rank(command):
     """Start the rank; returns its process, and the end of the pipe from which it is heard."""
     pipe, ranks_end = os.pipe()
     os.set_inheritable(ranks_end, True)
-    # Descriptor of the pipe, and the guard, which must be the rank's parent.
-    address = f"{ranks_end}:{os.getpid()}"
+    # Descriptor of the pipe, and the guard, which must be the rank's parent. And the parent of the
+    # guard, which is the launcher, as ddp_setup.py sees it without a guard.
+    told = {"DDP_GUARD_FD": f"{ranks_end}:{os.getpid()}", "DDP_GUARD_PARENT": str(os.getppid())}
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)   # if ignored, exit codes are lost
     rank = subprocess.Popen(
         command,
         preexec_fn=prepare_rank,
         close_fds=False,    # MPICH and Intel MPI give the rank a descriptor
-        env={**os.environ, "DDP_GUARD_FD": address})
+        env={**os.environ, **told})
     os.close(ranks_end)
     return rank, pipe
 
@@ -136,11 +137,12 @@ class Known:
 
     def __init__(self):
         self.rank = rank_by_environment()
-        self.size = None       # number of ranks; None: they have not met
+        self.size = None       # number of ranks; None: watch_run has not begun
         self.host = socket.gethostname()
         self.slurm_step = ""   # such as 77.0, if srun has started it: to be cancelled if it fails
         self.limit = 0.0       # seconds that it may be without progress; 0: no limit
         self.run_dir = None    # for status.json and the stacks
+        self.run = None        # identifies this run in status.json
         self.step = None       # number of steps done
         self.saved = ""
         self.spoken = False
@@ -155,6 +157,7 @@ class Known:
         self.slurm_step = message.get("slurm_step", self.slurm_step)
         self.limit = message.get("limit", self.limit)
         self.run_dir = message.get("run_dir", self.run_dir)
+        self.run = message.get("run", self.run)
         self.step = message.get("step", self.step)
         self.saved = message.get("saved", self.saved)
         self.spoken = message.get("spoken", self.spoken)
@@ -261,9 +264,8 @@ class Guard:
         if code < 0:
             name = signal.Signals(-code).name
             self.fail(FAILED, f"died without a word ({name}{LIKELY_CAUSES.get(-code, '')})")
-        others_may_wait = known.size is not None and known.size > 1
-        if others_may_wait or (code and known.size is not None):
-            self.fail(code or FAILED, f"left with exit code {code} without cleanup_ddp")
+        if known.size is not None:
+            self.fail(code or FAILED, f"left with exit code {code} without a word")
         self.leave(code)
 
     def end_hang(self):
@@ -331,25 +333,29 @@ def say(text):
 
 
 def status_code(known):
-    """The code in status.json: None while the run is on, and where there is none."""
-    with contextlib.suppress(OSError, ValueError), open(f"{known.run_dir}/status.json") as file:
-        return json.load(file)["code"]
+    """The code in status.json: None while this run is on, and where there is none."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        with open(f"{known.run_dir}/status.json") as file:
+            status = json.load(file)
+        if status["run"] == known.run:
+            return status["code"]
     return None
 
 
 def tells_a_failure(known):
     """Whether status.json tells of a failure: then another rank or guard has spoken."""
-    return status_code(known) not in (None, 0, AGAIN)
+    return status_code(known) not in (None, 0, STOPPED)
 
 
 def write_status(known, code, reason):
     """Write status.json in place of the rank, which cannot any more, unless an end stands there.
-    ddp_setup.py has its own: this file imports nothing of ours."""
+    ddp_watch.py has its own: this file imports nothing of ours."""
     if known.run_dir is None or status_code(known) is not None:
         return
     path = f"{known.run_dir}/status.json"
     temporary = f"{known.run_dir}/.status.json.{os.getpid()}.tmp"
-    text = json.dumps({"code": code, "reason": reason, "step": known.step}) + "\n"
+    status = {"code": code, "reason": reason, "step": known.step, "run": known.run}
+    text = json.dumps(status) + "\n"
     with contextlib.suppress(OSError):
         try:
             with open(temporary, "wb", buffering=0) as file:
