@@ -272,6 +272,9 @@ class Guard:
         """The rank is at its limit: have it write its stacks, and say who is late."""
         self.ending = True
         known = self.known
+        if known.left:   # all is done, but Python does not end
+            self.rank.kill()
+            self.leave(status_code(known) or 0)
         if known.spoken or self.rank.poll() is not None:   # it has said why it ends, and hangs
             self.rank.kill()
             self.leave(FAILED)
@@ -332,8 +335,11 @@ def say(text):
             os.write(2, text.encode())
 
 
+# ---------------------------------------------------------------- status.json, of guard and watch
 def status_code(known):
-    """The code in status.json: None while this run is on, and where there is none."""
+    """The code in status.json: None while this run is on, and where there is none.
+
+    known: what has `run_dir` and `run`, a Known or ddp_watch.Watch; for write_status `step` too."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         with open(f"{known.run_dir}/status.json") as file:
             status = json.load(file)
@@ -348,8 +354,7 @@ def tells_a_failure(known):
 
 
 def write_status(known, code, reason):
-    """Write status.json in place of the rank, which cannot any more, unless an end stands there.
-    ddp_watch.py has its own: this file imports nothing of ours."""
+    """Write status.json, unless the end of this run stands there: the first one stays."""
     if known.run_dir is None or status_code(known) is not None:
         return
     path = f"{known.run_dir}/status.json"

@@ -14,7 +14,8 @@ under `python`, `mpirun`, `mpiexec`, `srun` and `torchrun`, on CPU, CUDA and Int
             save_checkpoint("out/last.pt", ddp, model=unwrap_ddp(model).state_dict(), epoch=epoch)
 
 An exception in the block ends all ranks, and is printed by the rank at fault. One process alone
-behaves as without this file: it may be a test, a notebook, a trial of a search.
+starts no process group, and its exceptions are ordinary ones: it may be a test, a notebook, a trial
+of a search.
 
 What a script calls comes first, in the order in which it calls it; how it works follows, with a
 picture above each section. `python ddp_setup.py` prints what is found here and would be chosen.
@@ -103,8 +104,8 @@ class Ddp:
 
 
 class SetupError(RuntimeError):
-    """Setting up failed: what was found, and what to do. code: the exit code that fits; 2 if a
-    person must change something, 1 if a new start may succeed."""
+    """Setting up failed: what was found, and what to do. code: the exit code for a caller that
+    catches it; 2 if a person must change something, 1 if a new start may succeed."""
 
     def __init__(self, text: str, code: int = BAD_INPUT):
         super().__init__(text)
@@ -125,8 +126,8 @@ def setup_ddp(device: str = "auto", backend: str = "auto", seed: int = 0, ranks:
         timeout: seconds a collective may take; None: torch's own limit.
         init_timeout: seconds to wait for all ranks to appear.
         quiet: do not print what was found.
-    Raises: SetupError, with what was found and what to do, naming missing ranks. Before the ranks
-        have met, on each rank that sees it; afterwards on rank 0, and the others exit."""
+    Raises: SetupError, with what was found and what to do, naming missing ranks, on every rank that
+        finds it; once the ranks have met, on rank 0 only, and the others exit."""
     if not init_timeout > 0:
         raise SetupError(f"init_timeout is {init_timeout}; expected seconds, more than 0")
     if dist.is_initialized():
@@ -237,7 +238,7 @@ def wait_for_ranks(ddp: Ddp, limit: float) -> list[int]:
     ddp.store.set(f"at/{ddp.rank}", str(number))
     if ddp.store.add(f"arrived/{number}", 1) == ddp.world_size:
         ddp.store.set(f"all_at/{number}", "")
-        # All have left the meeting before the last one: the store does not grow.
+        # Everybody is here, so nobody waits in an earlier meeting: the store does not grow.
         ddp.store.delete_key(f"arrived/{number - 2}")
         ddp.store.delete_key(f"all_at/{number - 2}")
     with contextlib.suppress(dist.DistStoreError):   # at the limit
@@ -289,14 +290,14 @@ def gather(value: Any, ddp: Ddp) -> list[Any]:
 
 
 def all_sum(value: Any, ddp: Ddp) -> Any:
-    """Sum over ranks: of a tensor (into a new one), or of a number or list of numbers (in float64,
-    on the CPU, as some devices have no float64; a tensor is faster)."""
+    """Sum over ranks: of a tensor, into a new one; or of a number or list of numbers, in float64 on
+    the CPU, as some devices have no float64. A tensor is faster."""
     if not isinstance(value, torch.Tensor):
         values = torch.tensor(gather(value, ddp), dtype=torch.float64)
         return values.sum(0).tolist()
     if ddp.world_size == 1:
-        return value.clone()
-    total = value.to(ddp.device, copy=True)
+        return value.detach().clone()
+    total = value.detach().to(ddp.device, copy=True)
     dist.all_reduce(total)
     return total.to(value.device)
 
@@ -458,8 +459,7 @@ BY_HAND = "DDP_* variables"
 SLURM = "Slurm step"
 # In this order: the inner launcher of torchrun in srun, or mpirun in sbatch, comes first.
 LAUNCHERS = {
-    BY_HAND: Launcher("DDP_RANK", "DDP_WORLD_SIZE", "DDP_LOCAL_RANK", "DDP_LOCAL_WORLD_SIZE",
-                      own="DDP_RANK"),
+    BY_HAND: Launcher("DDP_RANK", "DDP_WORLD_SIZE", "DDP_LOCAL_RANK", "DDP_LOCAL_WORLD_SIZE"),
     "torchrun": Launcher("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
                          launch="TORCHELASTIC_RUN_ID", needs="MASTER_ADDR LOCAL_RANK",
                          own="TORCHELASTIC_RUN_ID"),
@@ -476,8 +476,6 @@ LAUNCHERS = {
                     launch="SLURM_JOB_ID SLURM_STEP_ID SLURM_RESTART_COUNT", needs="SLURM_STEP_ID"),
 }
 JOBS = "SLURM_JOB_ID PBS_JOBID"   # of batch systems; PBS' holds the index within an array
-
-
 PLACE = ("rank", "size", "local_rank", "local_size")
 
 
@@ -522,8 +520,8 @@ def _find_place(env):
     """(name, {key of PLACE: number or None}) of the first row that is complete, with what other
     rows lend it; (None, {}): no launcher.
 
-    Rank 0 of 1 does not count: it is what salloc's own shell has, or PMI that a step of one task
-    has left. It does if set on purpose, by torchrun or DDP_* variables."""
+    Rank 0 of 1 counts only if torchrun or DDP_* variables say it: salloc's own shell has it too,
+    and PMI that a step of one task has left."""
     rows = {}
     for name, row in LAUNCHERS.items():
         has_needed = any(env.get(needed, "").strip() for needed in row.needs.split())
@@ -535,7 +533,7 @@ def _find_place(env):
     first = (None, {})
     for name, place in rows.items():
         place = _completed(place, rows.values(), env)
-        on_purpose = name in (BY_HAND, "torchrun") and _is_own(name, env)
+        on_purpose = name == BY_HAND or (name == "torchrun" and _is_own(name, env))
         if place["rank"] == 0 and place["size"] == 1 and not on_purpose:
             continue
         if place["size"] is not None and place["local_rank"] is not None:
@@ -602,8 +600,8 @@ def slurm_step(ddp: Ddp) -> str:
 def _step_of(ddp, env):
     """The step in which srun has started each of these ranks, or "".
 
-    By chance, rank 0 of a torchrun or mpirun in a shell of `srun -n 4` agrees with task 0 of 4, and
-    no other rank does. So a launcher that knows where its ranks are takes no step."""
+    Rank 0 of a torchrun or mpirun in a shell of `srun -n 4` looks like task 0 of that step. So a
+    launcher that knows where its ranks are is never taken for a step."""
     row = LAUNCHERS[SLURM]
     if not env.get("SLURM_STEP_ID") or ddp.launcher not in LAUNCHERS:
         return ""
@@ -797,8 +795,8 @@ def _computed_port(ddp, env):
 
 def _launch_name(ddp, env):
     """What tells this launch from others: the identifiers that its launcher gives to all ranks.
-    Hydra gives none, but passes its environment on, and so the job's id: two members of a job
-    array, say. Other launchers may leave it unknown where ssh has started the ranks."""
+    Hydra gives none, but passes its environment on, and so the job's id, which tells two members of
+    a job array apart. Ranks that other launchers start by ssh may lack that."""
     row = LAUNCHERS[ddp.launcher]
     names = f"{row.launch} TORCHELASTIC_RESTART_COUNT"
     if row.mpi and not row.launch:
@@ -1196,24 +1194,24 @@ def _behind(error):
 
 def _read_checkpoint(path):
     """What save_checkpoint was given. Raises: ValueError."""
-    reason = _damage_of(path)   # torch.load checks no checksums
-    if not reason:
-        try:
+    try:
+        reason = _damage_of(path)   # torch.load checks no checksums
+        if not reason:
             return torch.load(path, map_location="cpu", weights_only=True)
-        except MemoryError:
-            raise
-        except Exception as error:   # of many types; drop torch's advice to unset weights_only
-            reason = _in_one_line(error).partition(". ")[0]
+    except MemoryError:
+        raise
+    except Exception as error:   # of many types; drop torch's advice to unset weights_only
+        reason = _in_one_line(error).partition(". ")[0]
     raise ValueError(f"cannot read the checkpoint {path}: {reason}. Expected a file written by "
                      f"save_checkpoint. Use another one, or start afresh.")
 
 
 def _damage_of(path):
-    """What is wrong with the file of a checkpoint, or ""."""
+    """What is wrong with the content of a checkpoint's file, or "". Raises: OSError."""
     try:
         with zipfile.ZipFile(path) as file:
             record = file.testzip()
-    except MemoryError:   # the file may be good: an older one must not take its place
+    except (OSError, MemoryError):   # the file itself may be good
         raise
     except Exception as error:   # of many types, by what is damaged
         return _in_one_line(error)
@@ -1222,18 +1220,30 @@ def _damage_of(path):
 
 def _find_whole(path):
     """(path of the newest checkpoint that is whole, or None; what is wrong with newer ones)."""
-    file = path
     troubles = []
+    damaged = []   # (path, its number in the file system)
+    file = path
     while file == path or os.path.lexists(file):
-        reason = _damage_of(file)
-        if not reason:
-            for k in range(len(troubles)):
-                with contextlib.suppress(OSError):   # it is missing, or may not be renamed
-                    os.replace(_kept(path, k), f"{_kept(path, k)}.damaged")
-            return file, troubles
+        try:
+            number = os.stat(file).st_ino
+            reason = _damage_of(file)
+            if not reason:
+                _set_aside(damaged)
+                return file, troubles
+            damaged.append((file, number))
+        except OSError as error:
+            reason = _in_one_line(error)
         troubles.append(f"cannot read the checkpoint {file}: {reason}.")
         file = _kept(path, len(troubles))
     return None, troubles
+
+
+def _set_aside(damaged):
+    """Rename damaged checkpoints, unless another process has put a new file in their place."""
+    for file, number in damaged:
+        with contextlib.suppress(OSError):
+            if os.stat(file).st_ino == number:
+                os.replace(file, f"{file}.damaged")
 
 
 def _records_of(path):

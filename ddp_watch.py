@@ -17,8 +17,8 @@ Copy this file beside ddp_setup.py and ddp_guard.py for jobs that run for hours:
 A run folder holds `lock`, which keeps a second run out; `stacks/rank_R.txt`, where each rank is at
 a hang; and `status.json`, {"code", "reason", "step", "run"}: code null while the run is on, else
 0 finished, 75 stopped with work left, 1 failed, 2 bad input, 70 no progress, 130 interrupted, or
-that of sys.exit. It is written by rank 0 at the start and at a good end; at a bad one by the rank
-that prints it, or by the guard of a rank that cannot (ddp_guard.py).
+that of sys.exit. It is written by rank 0 at the start and at a good end; at a failure by who prints
+it, which is the rank, or its guard if the rank is dead or hangs (ddp_guard.py).
 
 Environment that is read: DDP_DEADLINE, the time in epoch seconds at which a run is to stop.
 """
@@ -41,9 +41,10 @@ from typing import IO
 import torch
 import torch.distributed as dist
 
+from ddp_guard import tells_a_failure, write_status
 from ddp_setup import (BAD_INPUT, GRACE, JOBS, PATIENCE, STOPPED, Ddp, abort, all_sum,
                        await_culprit, broadcast, end_ranks, gather, slurm_step, wait_for_ranks,
-                       whole_file, words_of)
+                       words_of)
 
 HANG = 70          # exit codes, beside those of ddp_setup.py
 INTERRUPTED = 130
@@ -52,7 +53,7 @@ STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")
 SAME_CTRL_C = 0.2   # between two signals of one Ctrl-C, from the terminal and from the launcher
 CLOSING = 60.0      # for a rank that has said why it ends
 LEAVING = 120.0     # for Python to end: a profiler may still write its traces
-WORKERS = 5.0       # for DataLoader workers to end with it
+WORKERS = 1.0       # for DataLoader workers to end with it
 
 
 # ---------------------------------------------------------------- what a script calls
@@ -65,7 +66,9 @@ def watch_run(ddp: Ddp, run_dir: str | os.PathLike | None = None, minutes: float
 
     Each call of stop_reason is a sign of progress, as is `progress`. With a guard (ddp_guard.py), a
     run without progress is ended with exit code 70, and the late rank is named. Without one, each
-    rank without progress prints its stacks and ends by itself with exit code 1.
+    rank without progress prints its stacks and ends by itself with exit code 1, and status.json
+    keeps code null. NCCL's own limit of 10 minutes comes first, and names nobody, unless setup_ddp
+    is given a larger `timeout`.
 
     Args:
         run_dir: folder of this run, see above; None: none, or take_folder is called later.
@@ -93,14 +96,16 @@ class Watch:
             self._signals = ()
         self._limit = minutes * 60
         self._pid = os.getpid()    # of the rank, not of its forked children
-        self._run = ""             # identifies this run in status.json
+        self.run = ""              # identifies this run in status.json
         self._guard = _pipe_to_guard()
         self._lock = None          # on rank 0: the open file that holds the lock of the folder
         self._stacks = None        # file for stack traces of this rank; None: stderr
         self._handlers = {}        # {signal: its handler before}
         self._interrupted = None   # time of the first Ctrl-C
         self._answers = False      # stop_reason has been called: requests are answered
-        self._last = ""            # of checkpoints, in words for the last line
+        self._stopping = False     # it has given a reason
+        self._checkpoint = ""      # what a next start continues from, and how, in words
+        self._advice = ""
 
     # ------------------------------------------------ in the loop
     def stop_reason(self, step: int, flags: float | None = None) -> str:
@@ -119,6 +124,7 @@ class Watch:
             return ""
         reasons = gather(self.requested, self.ddp)
         self.requested = next(filter(None, reasons), "")
+        self._stopping = self._stopping or self.requested != ""
         return self.requested
 
     def flag(self) -> float:
@@ -145,8 +151,9 @@ class Watch:
               advice: str = "To go on, load_checkpoint it.") -> None:
         """Note what a next start continues from: the last line of a failure says so."""
         at = "" if step is None else f" (step {step})"
-        self._last = f"Last checkpoint: {path}{at}. {advice}".strip()
-        self._tell_guard(saved=self._last)
+        self._checkpoint = f"Last checkpoint: {path}{at}."
+        self._advice = advice
+        self._tell_guard(saved=f"{self._checkpoint} {advice}")
 
     def take_folder(self, run_dir: str | os.PathLike) -> None:
         """Take the lock of a run folder, and write its status from here on. A collective.
@@ -156,20 +163,24 @@ class Watch:
         told = None
         if self.ddp.is_main:
             told = self._lock_and_begin(run_dir)
-        problem, self._run = broadcast(told, self.ddp)
+        problem, self.run = broadcast(told, self.ddp)
         if problem:
             raise ValueError(problem)
         self.run_dir = run_dir
-        self._last = self._last or "No checkpoint yet."
-        self._tell_guard(run_dir=run_dir, run=self._run, saved=self._last)
+        self._checkpoint = self._checkpoint or "No checkpoint yet."
+        self._tell_guard(run_dir=run_dir, run=self.run,
+                         saved=f"{self._checkpoint} {self._advice}")
         if self._limit and self._guard is not None:
             self._open_stacks()
 
-    def abort(self, text: str, code: int = 1) -> None:
+    def abort(self, text: str, code: int = 1, advise: bool = True) -> None:
         """As abort of ddp_setup: print `text` once, and end all ranks. status.json tells it, and
-        the last line what to continue from, unless it is bad input (2), with which none began."""
+        the last line what to continue from, unless it is bad input (2), with which none began.
+
+        advise: may the same command go on from the last checkpoint?"""
+        self._restore_handlers()   # the launcher's SIGTERM must end this rank
         await_culprit(self.ddp)
-        self._end(text, code, text.partition("\n")[0])
+        self._end(text, code, text.partition("\n")[0], advise)
 
     # ------------------------------------------------ begin and end
     def __enter__(self) -> "Watch":
@@ -177,11 +188,11 @@ class Watch:
             raise RuntimeError("watch_run was called inside the block of another watch_run; "
                                "expected one at a time in a process.")
         _deadline()   # refuses a wrong DDP_DEADLINE before anything is written
+        if self._wanted_dir is not None:
+            self.take_folder(self._wanted_dir)
         ddp = self.ddp
         self._tell_guard(rank=ddp.rank, size=ddp.world_size, host=ddp.host, limit=self._limit,
                          slurm_step=slurm_step(ddp))
-        if self._wanted_dir is not None:
-            self.take_folder(self._wanted_dir)
         Watch.current = self
         self._set_handlers()
         self._extend_timeout()
@@ -192,10 +203,9 @@ class Watch:
         return self
 
     def __exit__(self, kind, error, tb) -> None:
-        if isinstance(error, SystemExit) and error.code == STOPPED:
-            self._end_well(STOPPED, self.reason or self.requested)
-        elif error is None or (isinstance(error, SystemExit) and not error.code):
-            self._end_well(0, self.reason or "finished")
+        left_by_exit = isinstance(error, SystemExit) and error.code in (None, 0, STOPPED)
+        if error is None or left_by_exit:
+            self._end_well(error)
         elif self.ddp.world_size > 1:
             self._end_badly(error)
         else:   # it goes on as an ordinary exception, of which Python, or who catches it, tells
@@ -203,21 +213,28 @@ class Watch:
             self._write_status(code, _cause_of(error))
             self._tell_guard(spoken=True)
             if not isinstance(error, SystemExit) and hasattr(error, "add_note"):   # Python 3.11
-                error.add_note(self._last_line(_cause_of(error)))
+                error.add_note(self._last_line(_cause_of(error), _may_go_on(error)))
         self._close()
 
-    def _end_well(self, code, reason):
-        """Wait for all ranks, as none of them shall fail after status 0, and write it."""
+    def _end_well(self, left_by):
+        """Wait for all ranks, as none of them shall fail after status 0, and write it.
+
+        left_by: the SystemExit by which the block was left, or None."""
         try:
             self._await_others()
         except RuntimeError as error:   # perhaps another rank has died
             self._end_badly(error)
-        self._write_status(code, reason)
+        stopped = self._stopping and not self.reason   # and the script has left its loop
+        if stopped or (left_by is not None and left_by.code == STOPPED):
+            self._write_status(STOPPED, self.reason or self.requested)
+        else:
+            self._write_status(0, self.reason or "finished")
 
     def _end_badly(self, error):
         """End all ranks because of an exception on this one."""
+        self._restore_handlers()   # as in abort
         await_culprit(self.ddp, error)
-        self._end(*words_of(error), _cause_of(error))
+        self._end(*words_of(error), _cause_of(error), _may_go_on(error))
 
     def _await_others(self):
         limit = self._limit or PATIENCE
@@ -230,27 +247,28 @@ class Watch:
             self.abort(f"rank(s) {who} of {self.ddp.world_size} did not come to the end of the run "
                        f"within {limit:.0f} s", HANG)
 
-    def _end(self, text, code, cause):
-        """End all ranks, unless another one has said why, whose launcher then ends this one."""
+    def _end(self, text, code, cause, advise):
+        """End all ranks. If another one has said why, wait silently for the launcher to do so."""
         self._tell_guard(spoken=True, limit=CLOSING)
-        self._restore_handlers()   # the launcher's SIGTERM must end this rank
         several = self.ddp.world_size > 1
-        if several and self._status_code() not in (None, 0, STOPPED):
+        if several and tells_a_failure(self):
             time.sleep(GRACE)
             os._exit(code)
         self._write_status(code, f"{self.ddp.place}: {cause}" if several else cause)
         words = f"[{self.ddp.place}] {text}" if several else text
         if code != BAD_INPUT and text == cause:
-            words = self._last_line(cause)
+            words = self._last_line(cause, advise)
         elif code != BAD_INPUT:
-            words = f"{words}\n{self._last_line(cause)}"
+            words = f"{words}\n{self._last_line(cause, advise)}"
+        self._close_stacks()
         if several:
             end_ranks(self.ddp, words, code)
         abort(self.ddp, words, code)
 
-    def _last_line(self, cause):
+    def _last_line(self, cause, advise):
         stop = "" if cause[-1:] in ".?" else "."
-        return f"FAILED: {self.ddp.place}: {cause}{stop} {self._last}".rstrip()
+        line = f"FAILED: {self.ddp.place}: {cause}{stop} {self._checkpoint}"
+        return f"{line} {self._advice}".rstrip() if advise else line.rstrip()
 
     def _close(self):
         """Give back what belongs to the process: signals, timer, lock."""
@@ -264,15 +282,19 @@ class Watch:
             self._lock.close()
 
     def _at_exit(self):
-        """Python ends: a worker that is stuck, and ignores SIGTERM, must not keep it for ever."""
+        """Python ends. It asks workers to end, by SIGTERM, which they may ignore (worker_init), and
+        waits for them without a limit: so they are killed."""
         if os.getpid() != self._pid:
             return
         self._tell_guard(limit=LEAVING)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)   # torch raises an error for a killed worker
+        workers = [child for child in multiprocessing.active_children() if child.daemon]
+        for worker in workers:
+            worker.terminate()
         deadline = time.monotonic() + WORKERS
-        for worker in multiprocessing.active_children():
-            if worker.daemon:
-                worker.join(max(deadline - time.monotonic(), 0))
-                worker.kill()
+        for worker in workers:
+            worker.join(max(deadline - time.monotonic(), 0))
+            worker.kill()
 
     # ------------------------------------------------ the guard
     def _tell_guard(self, **message):
@@ -315,7 +337,7 @@ class Watch:
             is_second = first is not None and time.monotonic() - first > SAME_CTRL_C
             if is_second or not self._answers:
                 raise KeyboardInterrupt
-        if self.requested:
+        if self.requested or tells_a_failure(self):   # the launcher ends all, and nobody can save
             return
         name = signal.Signals(number).name
         self.requested = f"{name} on rank {self.ddp.rank} ({self.ddp.host})"
@@ -327,9 +349,8 @@ class Watch:
 
     # ------------------------------------------------ the folder
     def _lock_and_begin(self, run_dir):
-        """On rank 0: take the lock, and begin status.json before any rank knows of the folder, as
-        they take a failure that stands there for one of this run. Returns (problem, run)."""
-        self._run = secrets.token_hex(4)
+        """On rank 0: take the lock, and begin status.json. Returns (problem, run)."""
+        self.run = secrets.token_hex(4)
         jobs = [f", job {os.environ[name]}" for name in JOBS.split() if name in os.environ]
         try:
             lock = lock_folder(run_dir)
@@ -342,33 +363,13 @@ class Watch:
             return f"cannot write into {run_dir}: {error.strerror}", ""
         self._lock = lock
         self.run_dir = run_dir
-        _write(self._status_path(), self._status(None, "running"))
-        return "", self._run
-
-    def _status_path(self):
-        return os.path.join(self.run_dir, "status.json")
-
-    def _status(self, code, reason):
-        status = {"code": code, "reason": reason, "step": self.step, "run": self._run}
-        return json.dumps(status) + "\n"
+        write_status(self, None, "running")
+        return "", self.run
 
     def _write_status(self, code, reason):
-        """Write the end of the run. A failure that stands there, perhaps a guard's, is the first
-        one, and stays."""
-        good = code in (0, STOPPED)
-        if self.run_dir is None or self._status_code() is not None:
-            return
-        if self.ddp.is_main or not good:
-            _write(self._status_path(), self._status(code, reason))
-
-    def _status_code(self):
-        """The code in status.json; None while this run is on, and where there is none."""
-        if self.run_dir is not None:
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                status = json.loads(Path(self._status_path()).read_text())
-                if status["run"] == self._run:
-                    return status["code"]
-        return None
+        """Write the end of the run; a good one on rank 0 only."""
+        if self.ddp.is_main or code not in (0, STOPPED):
+            write_status(self, code, reason)
 
     # ------------------------------------------------ stacks
     def _open_stacks(self):
@@ -483,13 +484,6 @@ def _cause_of(error):
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
-def _write(path, text):
-    """Write a small text whole; where that fails, as on a full disk, into the room of the old."""
-    with contextlib.suppress(OSError):
-        try:
-            with whole_file(path) as file:
-                file.write(text.encode())
-        except OSError:
-            with open(path, "r+b") as file:
-                file.write(text.encode())
-                file.truncate()
+def _may_go_on(error):
+    """Whether the same command may go on: where memory ran out it would again."""
+    return not isinstance(error, (MemoryError, torch.OutOfMemoryError))

@@ -38,7 +38,8 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from ddp_setup import Ddp, all_sum, autocast, note_progress, print0, seed_for
+from ddp_setup import Ddp, all_sum, print0, seed_for
+from ddp_watch import note_progress
 from proteins.letters import AMINO_ACIDS, X_ID, decode, encode
 from proteins.seeds import keyed_generator
 from proteins.sequences import Proteins, named_sequences
@@ -54,6 +55,7 @@ from training.files import check_output
 from training.log import progress_bar
 from training.loop import check_alike
 from training.parser import Parser
+from training.precision import autocast
 from training.resume import hash_of
 from training.tool import open_output, refuse_moved_options, run_tool, show_on_rank_0
 
@@ -114,7 +116,7 @@ def sample_sequences(sedd, templates, steps=128,   # noqa: PLR0913  (all have a 
         network = in_groups(sedd, lengths[indices])
 
         def log_score(xt, sigma, unmasked=None, network=network):
-            note_progress(ddp)
+            note_progress()
             scores = network(xt, sigma, unmasked)
             if shaped:
                 return reshape_choice(scores, xt, sedd.graph.mask_id, temperature, top_p)

@@ -33,8 +33,8 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
-from ddp_setup import (all_sum, autocast, grad_scaler, note_progress, optimize_with_ipex, print0,
-                       seed_for, stop_reason, stop_wanted, wrap_ddp)
+from ddp_setup import all_sum, optimize_with_ipex, print0, seed_for, wrap_ddp
+from ddp_watch import note_progress
 from dpo.evaluation import (SEEN, SUMS, evaluate, evaluate_start, metrics_of, pack, result_lines,
                             save_model)
 from dpo.folds import cross_validate, lines_on
@@ -50,8 +50,6 @@ from training.command_line import (add_run_arguments, exit_with, preparing, prin
 from training.config import (CommonMemory, CommonMonitoring, CommonOptim, CommonTraining,
                              MOST_LR, MOST_STEPS, DdpSection, check_common,
                              config_items, key, key_fields, load_config, refuse_config)
-from training.finish import finish_run, say_finished
-from training.folder import take_folder
 from training.log import open_log, show_progress
 from training.loop import (N_SCALARS, MicroBatchSampler, Run, after_step, check_alike,
                            clip_gradient, fetch, global_gradient, is_finished, open_batches,
@@ -60,11 +58,11 @@ from training.meter import StepMeter, bad_steps_field, make_meter, step_values
 from training.optimizer import make_optimizer
 from training.parser import Parser
 from training.plan import describe_batch, describe_run, plan_head, plan_table, print_lines
-from training.precision import choose_precision
+from training.precision import autocast, choose_precision, grad_scaler
 from training.profile import StepProfile
-from training.resume import (Checkpoint, Former, check_checkpoint, check_data, check_progress,
-                             count_micro_batches, hash_of, load_optimizer, load_weights,
-                             progress_of, rate_of, save_run, start_or_continue, using_checkpoint)
+from training.resume import (Checkpoint, Start, hash_of, save_run, start_or_continue,
+                             using_checkpoint)
+from training.run_folder import HOW_TO_GO_ON, finish_run, say_finished, take_folder
 
 # model.kind -> what differs between them, see dpo/scorer.py
 KINDS = {"proteinmpnn": ProteinMPNNKind(), "sedd": SeddKind()}
@@ -466,16 +464,19 @@ class DpoRun(Run):
     sums: torch.Tensor     # packed Totals of the epoch so far, as in checkpoints
 
 
-def prepare(config, ddp, work_dir, resume=None, fresh=False):
-    """Everything before the first step: data, model, checkpoint, run folder. Returns DpoRun.
+def prepare(config, ddp, work_dir, resume=None, fresh=False, ipex="auto"):
+    """Everything before the first step that writes nothing: data, model, checkpoint. Returns
+    DpoRun.
 
-    Raises ValueError or OSError for input that cannot be used. Nothing is written before all ranks
-    have passed all checks."""
+    ipex: see ddp_setup.optimize_with_ipex. Raises ValueError or OSError for input that cannot be
+    used. The run folder is touched afterwards, by take_folder, when all checks have passed on every
+    rank."""
     work_dir = Path(work_dir)
     training = config.training
     check_config(config)
-    former = start_or_continue(config, ddp, work_dir, resume, fresh, DpoCheckpoint)
     kind = KINDS[config.model.kind]
+    start = start_or_continue(config, ddp, work_dir, resume, fresh, DpoCheckpoint,
+                              anew=kind.options_anew("FORMER" if resume else work_dir))
     base, data = load(kind, config, ddp)
     base_hash = hash_of(base.model.state_dict(), base.settings)
     dtype, precision = choose_precision(config, ddp)
@@ -485,51 +486,46 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
     check_folds(config, data.train)
     scorer = kind.scorer(base, [*data.train, *(data.val or [])], config, ddp)
     unit = unit_of(config)
-    anew = kind.options_anew('FORMER' if resume else work_dir)
-    check_checkpoint(former, config, anew)
-    check_data(former, "pairs", data.fingerprint, anew)
-    micro_batches = count_micro_batches(former, config, ddp)
-    if former.state is not None and former.state["base"] != base_hash:
-        raise ValueError(f"{former.path} was trained from other base weights, or from "
-                         f"a base with other settings (hash {former.state['base']}; "
-                         f"{base.text}: {base_hash}). Give the same, another --work_dir, or "
-                         "--fresh.")
-    plan = PairPlan(data.train, training.seed, micro_batches, training.batch_size)
-    batch = micro_batches * training.batch_size
+    start.check_data("pairs", data.fingerprint)
+    if start.state is not None and start.state["base"] != base_hash:
+        raise ValueError(f"{start.path} was trained from other base weights, or from a base with "
+                         f"other settings (hash {start.state['base']}; {base.text}: {base_hash}). "
+                         "Give the same, another --work_dir, or --fresh.")
+    plan = PairPlan(data.train, training.seed, start.micro_batches, training.batch_size)
+    batch = start.micro_batches * training.batch_size
     lr_batch = min(batch, len(data.train))   # a small file does not fill the global batch
     validation = None
     if data.val:
         validation = Validation(data.val, scorer, objective)
     sums = torch.zeros(len(SUMS) + len(SEEN) + N_SCALARS, dtype=torch.float64)
-    if former.state is not None:
-        with using_checkpoint(former.path):
-            sums = torch.tensor(former.state["sums"], dtype=torch.float64).view_as(sums)
-    progress = progress_of(former, SEEN, {
+    if start.state is not None:
+        with using_checkpoint(start.path):
+            sums = torch.tensor(start.state["sums"], dtype=torch.float64).view_as(sums)
+    n_iters = training.n_iters or training.num_epochs * plan.steps_per_epoch
+    lr, warmup = start.rate(lr_batch)
+    initial = {
         "start": None,         # log-probability per residue of chosen ones at the start
         "fallen": False,       # has warned that chosen sequences become less likely
         "collapsed": False,    # has warned that designs become too alike
-        "folds": None})        # what the cross-validation has found
-    n_iters = training.n_iters or training.num_epochs * plan.steps_per_epoch
-    sampler = MicroBatchSampler(plan.item_of, micro_batches, ddp, progress["step"], n_iters)
-    lr, warmup = rate_of(former, config.optim, lr_batch)
-    load_weights(former, bare)
+        "folds": None}         # what the cross-validation has found
+    progress = start.progress(SEEN, initial, n_iters)
+    sampler = MicroBatchSampler(plan.item_of, start.micro_batches, ddp, progress["step"], n_iters)
+    start.load_weights(bare)
     optimizer = make_optimizer(bare, lr, config.optim, ddp)
-    bare, optimizer = optimize_with_ipex(bare, optimizer, ddp)
+    bare, optimizer = optimize_with_ipex(bare, optimizer, ddp, ipex)
     # from here on with the weights of rank 0
     model = wrap_ddp(scorer.module(bare), ddp, **vars(config.ddp))
     run = DpoRun(
-        config=config, work_dir=work_dir, continued_from=former.path, fingerprint=data.fingerprint,
+        config=config, work_dir=work_dir, continued_from=start.path, fingerprint=data.fingerprint,
         bare=bare, model=model, dtype=dtype, optimizer=optimizer, scaler=grad_scaler(dtype, ddp),
         lr=lr, warmup=warmup, progress=progress, sampler=sampler, validation=validation,
-        n_iters=n_iters, steps_per_epoch=plan.steps_per_epoch, micro_batches=micro_batches,
+        n_iters=n_iters, steps_per_epoch=plan.steps_per_epoch, micro_batches=start.micro_batches,
         global_batch=batch, meter=make_meter(config, ddp, SEEN), pairs=data.train, base=base_hash,
         reference=Reference(scorer), make_batch=scorer.batch_maker(data.train),
         sums=sums.to(ddp.device))
-    load_optimizer(run, former)
-    check_progress(run)
+    start.load_optimizer(run)
     lines = describe_data(run, data, precision, unit, ddp)
-    print_lines(ddp, lines + describe_run(run, former.state, unit, lr_batch, ddp))
-    take_folder(run, ddp, fresh, ("checkpoints", "reference", "designs"))
+    print_lines(ddp, lines + describe_run(run, start.state, unit, lr_batch, ddp))
     return run
 
 
@@ -576,27 +572,26 @@ def describe_data(run, data, precision, unit, ddp):
 
 
 # ---------------------------------------------------------------- one protein, in memory
-def train_apart(base, table, config, ddp):
+def train_apart(base, table, config, ddp, watch=None):
     """The policy after all steps of a training on one protein, in eval mode: the weights that a run
     gives. Nothing is written or printed. On one rank: a protein is one micro-batch.
 
-    base: a Base with its model on the device. table: VariantTable."""
+    base: a Base with its model on the device. table: VariantTable. watch: a Watch (ddp_watch.py):
+    if it is asked to stop, the training ends early; None: nobody asks."""
     training = config.training
-    former = Former(None, None)
+    start = Start(config, ddp)   # anew
     dtype, _ = choose_precision(config, ddp)
     scorer = KINDS[config.model.kind].scorer(base, [table], config, ddp)
     reference = Reference(scorer)
     policy = copy.deepcopy(base.model)
-    lr, warmup = rate_of(former, config.optim, lr_batch=1)
-    policy, optimizer = optimize_with_ipex(
-        policy, make_optimizer(policy, lr, config.optim, ddp), ddp)
+    lr, warmup = start.rate(lr_batch=1)
     plan = PairPlan([table], training.seed, micro_batches=1, batch_size=1)
     n_iters = training.n_iters or training.num_epochs * plan.steps_per_epoch
     run = Run(
         config=config, work_dir=None, continued_from=None, fingerprint={}, bare=policy,
-        model=scorer.module(policy), dtype=dtype, optimizer=optimizer,
-        scaler=grad_scaler(dtype, ddp), lr=lr, warmup=warmup,
-        progress=progress_of(former, SEEN, {}),
+        model=scorer.module(policy), dtype=dtype,
+        optimizer=make_optimizer(policy, lr, config.optim, ddp), scaler=grad_scaler(dtype, ddp),
+        lr=lr, warmup=warmup, progress=start.progress(SEEN, {}, n_iters),
         sampler=MicroBatchSampler(plan.item_of, 1, ddp, 0, n_iters), validation=None,
         n_iters=n_iters, steps_per_epoch=plan.steps_per_epoch, micro_batches=1, global_batch=1,
         meter=StepMeter(ddp, seen=SEEN))
@@ -607,14 +602,14 @@ def train_apart(base, table, config, ddp):
     dataset = MicroBatchDataset(scorer.batch_maker([table]), training.seed)
     policy.train()
     for item in run.sampler:
-        if all_sum(stop_wanted(ddp), ddp):      # the caller gives up what it wanted to know
-            break
+        if watch is not None and all_sum(watch.flag(), ddp):
+            break   # the caller gives up what it wanted to know
         take_step(run, iter([dataset[item]]), loss_of, ddp)
-        note_progress(ddp)
+        note_progress()
     return policy.eval()
 
 
-def cross_validate_run(run, log, ddp):
+def cross_validate_run(run, log, ddp, watch):
     """Say whether training as in this run ranks variants of its protein better that it has not
     seen, see dpo/folds.py. A resumed run knows it."""
     config = run.config
@@ -630,14 +625,14 @@ def cross_validate_run(run, log, ddp):
         return scores
 
     def scores_after(others):
-        return scores_of(train_apart(scorer.base, others, config, ddp))
+        return scores_of(train_apart(scorer.base, others, config, ddp, watch))
 
     def show(folds):
         return show_progress(folds, ddp, "cross-validation")
 
     found = cross_validate(table, config.table.folds, config.training.seed,
                            scores_of(scorer.base.model), scores_after, show)
-    if stop_reason(ddp, run.progress["step"]):      # trainings were cut short
+    if watch.stop_reason(run.progress["step"]):      # trainings were cut short
         return
     run.progress["folds"] = found
     log.metrics(0, {f"folds/{name}": value for name, value in found.items()})
@@ -646,8 +641,9 @@ def cross_validate_run(run, log, ddp):
 
 
 # ---------------------------------------------------------------- train
-def train(run, ddp):  # noqa: C901  (the loop of a run on one screen, in the order of time)
-    """Train from where `prepare` left off. Returns the step and the last metrics."""
+def train(run, ddp, watch):  # noqa: C901  (the loop of a run on one screen, in the order of time)
+    """Train from where `prepare` left off, until `watch` (ddp_watch.py) is asked to stop. Returns
+    the step and the last metrics."""
     config = run.config
     training = config.training
     progress = run.progress
@@ -657,7 +653,7 @@ def train(run, ddp):  # noqa: C901  (the loop of a run on one screen, in the ord
     log = open_log(run, ddp)
     profile = StepProfile(run, log)
     make_tables(run, ddp)
-    cross_validate_run(run, log, ddp)
+    cross_validate_run(run, log, ddp, watch)
     began = time.perf_counter()
     epoch_began = began
     values = evaluate_start(run, log, ddp)
@@ -667,12 +663,12 @@ def train(run, ddp):  # noqa: C901  (the loop of a run on one screen, in the ord
 
     dataset = MicroBatchDataset(run.make_batch, training.seed)
     batches = open_batches(run, dataset, loss_of, ddp)
-    reason = stop_reason(ddp, progress["step"])
+    reason = watch.stop_reason(progress["step"])
     while not progress["finished"] and not reason:
         profile.begin(progress["step"] + 1)
         set_learning_rate(run)
         micro_batches = fetch(run, batches)
-        totals, norm = global_gradient(run.model, micro_batches, loss_of, ddp, run)
+        totals, norm = global_gradient(run.model, micro_batches, loss_of, ddp, run, watch)
         run.sums += torch.where(totals.bad > 0, 0.0, totals.packed)
         norm = clip_gradient(run, norm)
         step_optimizer(run, totals)   # a bad step changes nothing
@@ -683,7 +679,7 @@ def train(run, ddp):  # noqa: C901  (the loop of a run on one screen, in the ord
         evaluate_now = at_end or is_due(step, training.eval_freq)
         save_now = at_end or is_due(step, training.snapshot_freq)
         report = evaluate_now or is_due(step, training.log_freq)
-        reason, save_due = after_step(run, ddp, at_once=report or save_now)
+        reason, save_due = after_step(run, ddp, watch, at_once=report or save_now)
         if step == 1 and run.validation is None:   # this loss was computed before the first update
             loss = metrics_of(totals.sums, totals.count)["loss"]
             log.say(f"step 0: train loss {loss:.4f}")
@@ -701,13 +697,14 @@ def train(run, ddp):  # noqa: C901  (the loop of a run on one screen, in the ord
             run.sums.zero_()
         if progress["finished"] or save_now or save_due or reason:
             save_model(run, log, ddp, "latest_model.pt")
-            save_run(run, log, ddp, "last.pt", training.keep_last, base=run.base,
-                     sums=run.sums.tolist())
+            path = save_run(run, log, ddp, "last.pt", training.keep_last, base=run.base,
+                            sums=run.sums.tolist())
+            watch.saved(path, step, HOW_TO_GO_ON)
         if report:   # do not count evaluation and saving as time of training
             run.meter.restart()
     profile.close()
     result = {"step": progress["step"], **values}
-    return finish_run(run, log, ddp, reason, result, time.perf_counter() - began,
+    return finish_run(run, log, watch, reason, result, time.perf_counter() - began,
                       lambda: result_lines(result, progress, run.work_dir))
 
 
@@ -785,14 +782,16 @@ def main(argv=None):
     command = read_command(argv, read_arguments, default_name="dpo")
     if command.plan is not None:
         return print_plan(command, describe_plan)
-    with ranks_meet(command) as ddp:
-        with preparing(command, ddp):   # an error in arguments or data is printed by one rank
+    with ranks_meet(command) as (ddp, watch):
+        with preparing(command, watch):   # an error in arguments or data is printed by one rank
             options = command.options
             if options.base_model_config_dir:
                 print0(ddp, f"--base_model_config_dir {options.base_model_config_dir} is ignored: "
                             "the sizes of the model are read from the weights")
-            run = prepare(command.config, ddp, command.work_dir, options.resume, options.fresh)
-        result = train(run, ddp)
+            run = prepare(command.config, ddp, command.work_dir, options.resume, options.fresh,
+                          options.ipex)
+            take_folder(run, ddp, watch, options.fresh, ("checkpoints", "reference", "designs"))
+        result = train(run, ddp, watch)
     exit_with(result)
 
 

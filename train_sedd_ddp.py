@@ -30,8 +30,7 @@ from typing import Any, Literal
 
 import torch
 
-from ddp_setup import (Ddp, autocast, broadcast, grad_scaler, optimize_with_ipex, seed_for,
-                       stop_reason, wrap_ddp)
+from ddp_setup import Ddp, broadcast, optimize_with_ipex, seed_for, wrap_ddp
 from proteins.letters import N_TOKENS, X_ID
 from proteins.seeds import keyed_generator
 from proteins.sequences import apply_max_length, collate, random_crops
@@ -48,8 +47,6 @@ from training.command_line import (add_run_arguments, exit_with, preparing, prin
 from training.config import (CommonMemory, CommonMonitoring, CommonOptim, CommonTraining,
                              MOST_LR, MOST_STEPS, DdpSection, check_common, key, load_config,
                              refuse_config)
-from training.finish import finish_run, say_finished
-from training.folder import take_folder
 from training.log import open_log
 from training.loop import (MicroBatchSampler, Run, after_step, check_alike, clip_gradient, fetch,
                            global_gradient, is_finished, micro_batches_of, open_batches,
@@ -59,11 +56,10 @@ from training.optimizer import make_optimizer, state_bytes
 from training.parser import Parser
 from training.peak import choose_peak
 from training.plan import describe_batch, describe_run, plan_head, plan_table, print_lines
-from training.precision import choose_precision, compile_blocks
+from training.precision import autocast, choose_precision, compile_blocks, grad_scaler
 from training.profile import StepProfile
-from training.resume import (Checkpoint, check_checkpoint, check_data, check_progress,
-                             count_micro_batches, load_optimizer, load_weights, progress_of,
-                             rate_of, start_or_continue)
+from training.resume import Checkpoint, start_or_continue
+from training.run_folder import HOW_TO_GO_ON, finish_run, say_finished, take_folder
 
 
 # ---------------------------------------------------------------- config
@@ -308,36 +304,36 @@ class SeddRun(Run):
     init_from: dict | None   # {"path", "hash"} of the initial weights; None: random weights
 
 
-def prepare(config, ddp, work_dir, resume=None, fresh=False):
-    """Everything before the first step: data, model, checkpoint, folder. Returns SeddRun.
+def prepare(config, ddp, work_dir, resume=None, fresh=False, ipex="auto"):
+    """Everything before the first step that writes nothing: data, model, checkpoint. Returns
+    SeddRun.
 
-    Raises ValueError or OSError for input that cannot be used. In that case nothing was written:
-    the run folder is touched last, when all checks have passed on every rank."""
+    ipex: see ddp_setup.optimize_with_ipex. Raises ValueError or OSError for input that cannot be
+    used. The run folder is touched afterwards, by take_folder, when all checks have passed on every
+    rank."""
     work_dir = Path(work_dir)
     check_config(config)
-    former = start_or_continue(config, ddp, work_dir, resume, fresh, SeddCheckpoint)
+    # Earlier versions accepted keys of other noise types, so a resumed run may have them.
+    unused = [f"noise.{name}" for name in unused_noise_keys(config.noise)]
+    start = start_or_continue(config, ddp, work_dir, resume, fresh, SeddCheckpoint,
+                              anew="--init_from {path}", ignored=unused)
     graph = make_graph(config.graph.type, N_TOKENS)
     noise = noise_of(vars(config.noise))
     dtype, precision = choose_precision(config, ddp)
     torch.manual_seed(config.training.seed)   # the same initial weights on every rank
     bare = make_model(config, graph).to(ddp.device)
     compiled = compile_blocks(bare, config.memory.compile, ddp)
-    init_from, lines = start_from_weights(config, former, resume, bare, ddp)
+    init_from, lines = start_from_weights(config, start, resume, bare, ddp)
     data = load_data(config, ddp)
     check_alike({"data (hash)": data.fingerprint["hash"]}, ddp)
-    anew = f"--init_from {former.path}"
-    # Earlier versions accepted keys of other noise types, so a resumed run may have them.
-    unused = [f"noise.{name}" for name in unused_noise_keys(config.noise)]
-    check_checkpoint(former, config, anew, unused)
-    check_data(former, "proteins", data.fingerprint, anew)
-    micro_batches = count_micro_batches(former, config, ddp)
-    reader = make_reader(config, data.train, micro_batches, ddp)
+    start.check_data("proteins", data.fingerprint)
+    reader = make_reader(config, data.train, start.micro_batches, ddp)
     plan = reader.plan
     per_micro_batch = config.training.batch_size or config.training.tokens_per_batch
-    batch = micro_batches * per_micro_batch
-    if former.state is not None and former.state["plan"] != plan.identity():
-        raise ValueError(f"{former.path} was saved by a run with other batches (hash "
-                         f"{former.state['plan']}, now {plan.identity()}); expected the same. "
+    batch = start.micro_batches * per_micro_batch
+    if start.state is not None and start.state["plan"] != plan.identity():
+        raise ValueError(f"{start.path} was saved by a run with other batches (hash "
+                         f"{start.state['plan']}, now {plan.identity()}); expected the same. "
                          "Continue with the version of this project that saved it, or --fresh.")
     lr_batch = min(batch, plan.available)   # few proteins: less than a batch
     letters = data.train.letter_counts()
@@ -345,30 +341,28 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
     if data.val is not None:
         val = apply_max_length(data.val, config.data.max_length, config.data.long)
         validation = Validation(val, config, graph, noise, letters, data.source)
-    progress = progress_of(former, SEEN, {
-        "recent": [0.0, 0.0]})   # logged losses since the last evaluation: sum, number
     n_iters = config.training.n_iters or config.training.num_epochs * plan.steps_per_epoch
-    sampler = MicroBatchSampler(reader.item_of, micro_batches, ddp, progress["step"], n_iters)
-    lr, warmup = rate_of(former, config.optim, lr_batch)
-    load_weights(former, bare)
+    lr, warmup = start.rate(lr_batch)
+    initial = {"recent": [0.0, 0.0]}   # logged losses since the last evaluation: sum, number
+    progress = start.progress(SEEN, initial, n_iters)
+    sampler = MicroBatchSampler(reader.item_of, start.micro_batches, ddp, progress["step"], n_iters)
+    start.load_weights(bare)
     optimizer = make_optimizer(bare, lr, config.optim, ddp)
-    bare, optimizer = optimize_with_ipex(bare, optimizer, ddp)
+    bare, optimizer = optimize_with_ipex(bare, optimizer, ddp, ipex)
     model = wrap_ddp(bare, ddp, **vars(config.ddp))   # from here on with the weights of rank 0
     run = SeddRun(
-        config=config, work_dir=work_dir, continued_from=former.path, fingerprint=data.fingerprint,
+        config=config, work_dir=work_dir, continued_from=start.path, fingerprint=data.fingerprint,
         bare=bare, model=model, ema=EMA(bare.parameters(), config.optim.ema), dtype=dtype,
         optimizer=optimizer, scaler=grad_scaler(dtype, ddp), lr=lr, warmup=warmup,
         progress=progress, sampler=sampler, validation=validation, n_iters=n_iters,
-        steps_per_epoch=plan.steps_per_epoch, micro_batches=micro_batches, global_batch=batch,
-        meter=make_meter(config, ddp, SEEN), letters=letters, graph=graph, noise=noise, plan=plan,
-        init_from=init_from)
-    load_optimizer(run, former)
-    check_progress(run)
+        steps_per_epoch=plan.steps_per_epoch, micro_batches=start.micro_batches,
+        global_batch=batch, meter=make_meter(config, ddp, SEEN), letters=letters, graph=graph,
+        noise=noise, plan=plan, init_from=init_from)
+    start.load_optimizer(run)
     if not is_finished(run):
         reader.item_of(run.progress["step"], run.sampler.mine[0])   # raises if data is damaged
     lines += describe_data(run, data, precision + compiled, ddp) + measure_mfu(run, ddp)
-    print_lines(ddp, lines + describe_run(run, former.state, plan.counted_in, lr_batch, ddp))
-    take_folder(run, ddp, fresh, ("checkpoints", "samples"))
+    print_lines(ddp, lines + describe_run(run, start.state, plan.counted_in, lr_batch, ddp))
     return run
 
 
@@ -412,8 +406,9 @@ def describe_data(run, data, precision, ddp):
 
 
 # ---------------------------------------------------------------- train
-def train(run, ddp):  # noqa: C901  (the loop of a run on one screen, in the order of time)
-    """Train from where `prepare` left off. Returns the step and the last metrics."""
+def train(run, ddp, watch):  # noqa: C901  (the loop of a run on one screen, in the order of time)
+    """Train from where `prepare` left off, until `watch` (ddp_watch.py) is asked to stop. Returns
+    the step and the last metrics."""
     progress = run.progress
     config = run.config
     training = config.training
@@ -432,13 +427,13 @@ def train(run, ddp):  # noqa: C901  (the loop of a run on one screen, in the ord
     batches = open_batches(run, dataset, loss_of, ddp)
     began = time.perf_counter()
     values = {}
-    reason = stop_reason(ddp, progress["step"])
+    reason = watch.stop_reason(progress["step"])
     while not progress["finished"] and not reason:
         profile.begin(progress["step"] + 1)
         set_learning_rate(run)
         micro_batches = fetch(run, batches)
         # of the mean loss over the micro-batches of all ranks
-        totals, norm = global_gradient(run.model, micro_batches, loss_of, ddp, run)
+        totals, norm = global_gradient(run.model, micro_batches, loss_of, ddp, run, watch)
         norm = clip_gradient(run, norm)
         step_optimizer(run, totals)   # a bad step changes nothing
         step = progress["step"]
@@ -446,7 +441,7 @@ def train(run, ddp):  # noqa: C901  (the loop of a run on one screen, in the ord
         evaluate_now = is_last or step % training.eval_freq == 0
         save_now = is_last or step % training.snapshot_freq == 0
         report = evaluate_now or step % training.log_freq == 0
-        reason, save_due = after_step(run, ddp, at_once=report or save_now)
+        reason, save_due = after_step(run, ddp, watch, at_once=report or save_now)
         if report:
             values = report_step(run, log, totals, norm, ddp)
         if evaluate_now:
@@ -459,12 +454,13 @@ def train(run, ddp):  # noqa: C901  (the loop of a run on one screen, in the ord
         if progress["finished"] or (sample_every and step % sample_every == 0):
             write_samples(run, ddp)
         if progress["finished"] or save_now or save_due or reason:   # after the samples
-            save(run, log, ddp, "last.pt", training.keep_last)
+            path = save(run, log, ddp, "last.pt", training.keep_last)
+            watch.saved(path, step, HOW_TO_GO_ON)
         if report:   # evaluation, saving and sampling are not counted as training
             run.meter.restart()
     profile.close()
     result = {"step": progress["step"], **values}
-    return finish_run(run, log, ddp, reason, result, time.perf_counter() - began,
+    return finish_run(run, log, watch, reason, result, time.perf_counter() - began,
                       lambda: result_lines(result, progress, run.work_dir))
 
 
@@ -554,11 +550,13 @@ def main(argv=None):
     command = read_command(argv, read_arguments)   # starts the ranks, if its options ask for it
     if command.plan is not None:
         return print_plan(command, describe_plan)
-    with ranks_meet(command) as ddp:
-        with preparing(command, ddp):   # an error in arguments or data is printed by one rank
+    with ranks_meet(command) as (ddp, watch):
+        with preparing(command, watch):   # an error in arguments or data is printed by one rank
             options = command.options
-            run = prepare(command.config, ddp, command.work_dir, options.resume, options.fresh)
-        result = train(run, ddp)
+            run = prepare(command.config, ddp, command.work_dir, options.resume, options.fresh,
+                          options.ipex)
+            take_folder(run, ddp, watch, options.fresh, ("checkpoints", "samples"))
+        result = train(run, ddp, watch)
     exit_with(result)
 
 

@@ -40,7 +40,7 @@ from pathlib import Path
 
 import yaml
 
-from ddp_setup import AGAIN, BAD_INPUT
+from ddp_setup import BAD_INPUT, STOPPED
 from training.files import write_text_atomic
 from training.log import read_rows
 from training.parser import Parser
@@ -126,7 +126,7 @@ def run_command(command, place, log):
                           stdin=subprocess.DEVNULL)
     with open(log, "a") as file:
         file.write(f"{shlex.join(words)}\n{done.stdout}")
-    if done.returncode == AGAIN:
+    if done.returncode == STOPPED:
         raise Stopped
     if done.returncode:
         last = done.stdout.strip().splitlines()[-5:]
@@ -234,4 +234,4 @@ def main(argv):
         sys.exit(BAD_INPUT)
     except Stopped:
         print("Stopped and saved. The same command goes on.", flush=True)
-        sys.exit(AGAIN)
+        sys.exit(STOPPED)

@@ -13,13 +13,13 @@ import math
 import torch
 import torch.nn.functional as F
 
-from ddp_setup import autocast
 from mpnn.batches import collate, collate_complexes
 from mpnn.model import PAIRS
 from mpnn.pairs import Pair
 from proteins.letters import X_ID
 from proteins.structures import Complex, read_structure
 from sedd.weights import noise_of
+from training.precision import autocast
 
 LAST_TIME = 1e-5            # where the steps of SEDD's sampler end, as published
 

@@ -42,7 +42,7 @@ from ddp_setup import (BAD_INPUT, Ddp, SetupError, all_mean, all_sum, barrier, b
                        detect_launcher, wrap_ddp)
 from dpo.reference import make_tables
 from sedd.data import names_no_data
-from training.command_line import joined_ranks, prepare_and_train
+from training.command_line import joined_ranks
 from training.config import load_config
 from training.files import read_text, write_text_atomic
 from training.launch import run_ranks
@@ -89,10 +89,9 @@ def measure(args, config, ddp):
     script, _ = SCRIPTS[args.what]
     config.training.accum = max(setting.share for setting in settings)
     config.training.stop_signals = ()
-    config.monitoring.watchdog_minutes = 0
     with shared_folder(ddp) as folder, contextlib.redirect_stdout(io.StringIO()):
-        return prepare_and_train(ddp, lambda: script.prepare(config, ddp, folder / "run"),
-                                 lambda run, ddp: measure_run(run, settings, args, ddp))
+        run = script.prepare(config, ddp, folder / "run")
+        return measure_run(run, settings, args, ddp)
 
 
 @contextlib.contextmanager
@@ -368,7 +367,7 @@ def main(argv):
         place = Ddp(rank=int(os.environ.get("PALS_RANKID", 0)), launcher="told by mpi4py")
     try:
         args, config = read_arguments(argv)
-        if place.launcher != "plain process":
+        if place.launcher != "none":
             measure_here(args, config)
         elif args.ranks:
             print_report(start_ranks(args, argv))

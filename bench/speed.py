@@ -65,7 +65,7 @@ from sedd.batches import to_device
 from sedd.diffusion import make_graph, make_noise
 from sedd.model import flops_per_position
 from sedd.weights import Sedd
-from training.command_line import joined_ranks, prepare_and_train
+from training.command_line import joined_ranks
 from training.config import load_config
 from training.loop import open_batches, take_step
 from training.parser import Parser
@@ -270,13 +270,9 @@ def run_quietly(script, config, folder, ddp, use):
     """Call use(run, ddp) with a run that the training script has prepared."""
     config.training.n_iters = 10**6
     config.training.stop_signals = ()
-    config.monitoring.watchdog_minutes = 0
-
-    def prepare():
-        with contextlib.redirect_stdout(io.StringIO()):
-            return script.prepare(config, ddp, folder)
-
-    prepare_and_train(ddp, prepare, use)
+    with contextlib.redirect_stdout(io.StringIO()):
+        run = script.prepare(config, ddp, folder)
+    use(run, ddp)
 
 
 def add_sedd_rows(table, run, name):

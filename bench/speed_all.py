@@ -7,7 +7,7 @@ telling ones first. A part that fails is named, and the rest goes on; exit code 
     sedd, dpo  a short training; the same, killed by SIGKILL after a checkpoint and continued:
                equal weights, to the bit on a CPU
     compile    a training whose blocks torch compiles; not on a CPU
-    machine    test_aurora_ddp.py --claims on one rank, and test_dtype.py
+    machine    test_aurora_ddp.py on one rank, and test_dtype.py
     speed ...  the tables of speed, on a card also with the networks of configs/sedd_uniref50*.yaml
 
 Prints the speeds as one table with the card's name, then a table of the parts. Writes to --folder:
@@ -73,14 +73,14 @@ def parts_on(device, folder):
     dpo = [ROOT / "train_dpo_ddp.py", "--config", CONFIGS / "dpo_demo.yaml", option,
            "training.num_epochs=1", "training.snapshot_freq=5", "monitoring.n_designs=0"]
     world = ["-c", f"from bench.speed_all import check_world; check_world({device!r})"]
-    preflight = [ROOT / "test_aurora_ddp.py", "--claims", option, f"--work_dir={folder}"]
+    claims = [ROOT / "test_aurora_ddp.py", option]
     parts = [Part("world", command(world), 30),
              Part("sedd", resumed_run([*sedd, "--work_dir"], folder, "sedd", device), 80),
              Part("dpo", resumed_run([*dpo, "--output_dir"], folder, "dpo", device), 60)]
     if not small:
         compiled = [*sedd, "memory.compile=true", f"--work_dir={folder / 'compiled'}"]
         parts.append(Part("compile", command(compiled), 60))
-    parts += [Part("machine", command(preflight), 40),
+    parts += [Part("machine", command(claims), 40),
               Part("dtypes", command([ROOT / "test_dtype.py", option]), 80 if small else 30)]
     return parts + speeds_on(option, small)
 

@@ -200,10 +200,10 @@ def keep_best(run, log, values, score, ddp):
 
 def save_model(run, log, ddp, name):
     """Write the weights of the policy to a file in the run folder, as other tools read them."""
-    before_saving(run, log, ddp)
+    before_saving(run, log)
     step = run.progress["step"]
     content = run.reference.scorer.file_content(run.bare, step // run.steps_per_epoch, step)
-    save_checkpoint(str(run.work_dir / name), ddp, resumes=False, **content)
+    save_checkpoint(run.work_dir / name, ddp, **content)
 
 
 def short_result(values, prefix="val/"):

@@ -110,7 +110,7 @@ def kept_scores(path: Path, shape: tuple, compute: Callable,
             scores = torch.zeros(shape)
         return broadcast(scores, ddp).to(ddp.device), f"read from {path}"
     scores = compute()
-    save_checkpoint(str(path), ddp, resumes=False, scores=scores)
+    save_checkpoint(path, ddp, scores=scores)
     return scores.to(ddp.device), f"computed, kept in {path}{trouble}"
 
 

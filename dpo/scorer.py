@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ddp_setup import Ddp, all_sum, note_progress
+from ddp_setup import Ddp, all_sum
+from ddp_watch import note_progress
 from dpo.pair_files import PairsOfRun
 from dpo.pair_plan import eval_batches
 from training.log import show_progress
@@ -163,7 +164,7 @@ class Scorer:
         mine = batches[self.ddp.rank::self.ddp.world_size]
         for indices in show_progress(mine, self.ddp, what):
             rows[indices] = compute(indices.tolist()).double().cpu()
-            note_progress(self.ddp)
+            note_progress()
         return all_sum(rows, self.ddp)
 
 
@@ -209,7 +210,7 @@ def load(kind: Kind, config: Any, ddp: Ddp) -> tuple[Base, PairsOfRun]:
     except (ValueError, OSError) as error:
         problems.append(str(error))
     try:
-        data = kind.load_pairs(config, base, lambda: note_progress(ddp))
+        data = kind.load_pairs(config, base, note_progress)
     except (ValueError, OSError) as error:
         problems.append(str(error))
     if problems:

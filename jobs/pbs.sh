@@ -28,7 +28,7 @@ PYTHON=${PYTHON:-python}             # also several words, for a container: docs
 NPROC=${NPROC:-}                     # ranks per node. Empty: mpiprocs of `select`
 THREADS=${THREADS:-8}                # the cores of a rank
 DDP_MPI4PY=${DDP_MPI4PY:-0}          # 1: rank 0's address by mpi4py, built for this mpirun
-PREFLIGHT=${PREFLIGHT---preflight}   # options of test_aurora_ddp.py; empty: no check
+PREFLIGHT=${PREFLIGHT-jobs/preflight.py}   # and its options; empty: no check of the machine
 SAVE_SECONDS=${SAVE_SECONDS:-600}    # the run saves and stops so long before the walltime
 RETRIES=${RETRIES:-1}                # starts in the same job, without a host at fault
 CHAIN=${CHAIN:-1}                    # 0: submit no next job
@@ -48,12 +48,13 @@ set -euo pipefail                    # not earlier: modules fail under these opt
 
 prepare_job                          # checks, log, hosts, deadline
 # Open MPI, MPICH and Intel MPI understand this line. Open MPI by itself would bind ranks to single
-# cores, and pass no variables to other hosts.
+# cores, and pass no variables to other hosts. They come in a file that only you can read: any user
+# of a host reads command lines, and some variables are keys.
 set_launch() {
   list_slots                         # `hostfile` with each host NPROC times
-  list_environment 'CCL|CUDA|DDP|FI|GLOO|HF|MASTER|NCCL|OMP|ONEAPI|TORCH|UCX|WANDB|ZE'
+  write_environment 'CCL|CUDA|DDP|FI|GLOO|HF|MASTER|NCCL|OMP|ONEAPI|TORCH|UCX|WANDB|ZE'
   export I_MPI_PERHOST=$NPROC        # else Intel MPI under PBS deals ranks to the hosts in turn
   launch=(mpirun -n "$DDP_WORLD_SIZE" --hostfile "$hostfile" --bind-to none
-    env "${environment[@]}" "${python[@]}" -u)
+    bash -c 'source "$0" && exec "$@"' "$environment" "${python[@]}" -u)
 }
 run_job                              # to its end, with the next job

@@ -23,7 +23,7 @@ RUN_DIR=${RUN_DIR:-runs/$(basename "${CONFIG%.*}")}
 VENV=${VENV:-.venv}                  # used if it exists
 PYTHON=${PYTHON:-python}             # also several words, for a container: docs/machines.md
 NPROC=${NPROC:-}                     # ranks per host, the same on all. Empty: one per GPU, or one
-PREFLIGHT=${PREFLIGHT---preflight}   # options of test_aurora_ddp.py; empty: no check
+PREFLIGHT=${PREFLIGHT-jobs/preflight.py}   # and its options; empty: no check of the machine
 MINUTES=${MINUTES:-}                 # save and stop after so many minutes. Empty: no limit
 WANDB_MODE=${WANDB_MODE:-offline}
 # export NCCL_DEBUG=INFO NCCL_SOCKET_IFNAME=^docker0,lo   # the ^ form never in GLOO_SOCKET_IFNAME

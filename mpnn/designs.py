@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from ddp_setup import all_sum, note_progress, seed_for
+from ddp_setup import all_sum, seed_for
+from ddp_watch import note_progress
 from dpo.designs import PolicyDesigns
 from mpnn.model import ALPHABET, decoding_order, gumbel_noise
 from proteins.letters import X_ID, decode
@@ -87,7 +88,7 @@ class Designs(PolicyDesigns):
                 indices, numbers = map(list, zip(*batch))
                 letters = self.draw_batch(model, batch, ddp)
                 S[indices, numbers, :letters.shape[1]] = letters.double().cpu()
-                note_progress(ddp)
+                note_progress()
         return all_sum(S, ddp).numpy().astype(np.uint8)
 
     def draw_batch(self, model, batch, ddp):

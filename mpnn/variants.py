@@ -26,7 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddp_setup import Ddp, all_sum, note_progress
+from ddp_setup import Ddp, all_sum
+from ddp_watch import note_progress
 from mpnn.batches import collate_complexes
 from mpnn.model import (Encoding, ProteinMPNN, SharedContext, decoded_before, decoding_order,
                         run_once, step_of_residue, sum_hidden, take_rows)
@@ -112,7 +113,7 @@ def score_proteins(  # noqa: PLR0913  (the last two only say where, and how far)
                 encoded = protein
             found = score_in_order(model, encoding, complex, variants[protein], scoring, number)
         tables[protein][number] = torch.from_numpy(found)
-        note_progress(ddp)
+        note_progress()
         done(len(found), own_total)
     of_all = all_sum(torch.cat(tables, dim=1), ddp)     # of each number one rank has it
     return [mean_over_orders(table.numpy()) for table in of_all.split(counts, dim=1)]

@@ -7,7 +7,8 @@ import shlex
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ddp_setup import barrier, note_progress, print0
+from ddp_setup import barrier, print0
+from ddp_watch import note_progress
 from proteins.sequences import read_sequences, split_by_hash
 from sedd.demo import DemoSource
 from sedd.prepared import PreparedProteins, check_prepared, keys_hash, read_meta
@@ -46,7 +47,7 @@ def load_data(config, ddp):
         found = _open_prepared(data.file)
     else:
         found = _load_file_or_demo(data, config.training.seed, ddp)
-    note_progress(ddp)
+    note_progress()
     return found
 
 
@@ -88,7 +89,7 @@ def _read_file(data, ddp):
                     "GB per million proteins. A prepared folder loads in seconds, into 0.1 GB:\n  "
                     f"{_prepare_command(data, 'FOLDER')} --fasta {shlex.quote(data.file)}   then "
                     "--data FOLDER")
-    return read_sequences(data.file, data.min_length, lambda: note_progress(ddp))
+    return read_sequences(data.file, data.min_length, note_progress)
 
 
 def _split(proteins, val_fraction):

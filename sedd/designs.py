@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ddp_setup import all_sum, note_progress
+from ddp_setup import all_sum
+from ddp_watch import note_progress
 from dpo.designs import PolicyDesigns
 from proteins.letters import X_ID, decode
 from proteins.seeds import keyed_generator
@@ -37,7 +38,7 @@ class Designs(PolicyDesigns):
         out = torch.zeros(len(self.lengths), max(self.lengths), dtype=torch.float64)
 
         def log_score(xt, sigma):
-            note_progress(ddp)
+            note_progress()
             return model(xt, sigma, None, self.sedd.graph.wanted(xt))
 
         with eval_mode(model):

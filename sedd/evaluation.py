@@ -8,7 +8,8 @@ import math
 import numpy as np
 import torch
 
-from ddp_setup import all_sum, autocast, note_progress, seed_for
+from ddp_setup import all_sum, seed_for
+from ddp_watch import note_progress
 from proteins.letters import X_ID, decode
 from proteins.seeds import keyed_generator
 from proteins.sequences import collate, random_crops
@@ -17,6 +18,7 @@ from sedd.bounds import TIME_EPS, Unigram
 from sedd.diffusion import sample, score_entropy_loss
 from training.files import write_text_atomic
 from training.loop import ADVICE, Diverged, eval_mode, record_score
+from training.precision import autocast
 from training.resume import save_run
 
 SAMPLED_POSITIONS = 2**14   # positions of proteins that are sampled together, to limit memory
@@ -66,7 +68,7 @@ class BoundEstimator:
                 for k in range(self.samples):
                     batch = self._noised(x0, mask, indices, k)
                     loss = self._loss(model, batch, ddp, dtype)
-                    note_progress(ddp)
+                    note_progress()
                     unigram = self.unigram_model.loss(batch)
                     gains[indices, k] = (unigram - loss.double().cpu()) * (1 - TIME_EPS)
         return all_sum(gains, ddp)
@@ -173,7 +175,7 @@ def evaluate(run, log, values, ddp):
         return
     run.progress["recent"] = [0.0, 0.0]
     if record_score(run, score, values, ddp):
-        save(run, log, ddp, "best.pt", resumes=False)
+        save(run, log, ddp, "best.pt")
 
 
 def evaluate_start(run, log, ddp):
@@ -184,11 +186,11 @@ def evaluate_start(run, log, ddp):
         log.metrics(0, values)
 
 
-def save(run, log, ddp, name, keep_last=1, resumes=True):
-    """Write checkpoints/NAME, see training.resume.save_run."""
-    save_run(run, log, ddp, name, keep_last, resumes, plan=run.plan.identity(),
-             letters=run.letters.tolist(), lengths=run.plan.counts.tolist(),
-             init_from=run.init_from)
+def save(run, log, ddp, name, keep_last=1):
+    """Write checkpoints/NAME, see training.resume.save_run; returns its path."""
+    return save_run(run, log, ddp, name, keep_last, plan=run.plan.identity(),
+                    letters=run.letters.tolist(), lengths=run.plan.counts.tolist(),
+                    init_from=run.init_from)
 
 
 def draw_lengths(counts, number, generator):
@@ -213,7 +215,7 @@ def sample_proteins(model, config, graph, noise,   # noqa: PLR0913  (the fields 
         padding_mask = None if bool(mask.all()) else mask
 
         def log_score(xt, sigma):
-            note_progress(ddp)
+            note_progress()
             return model(xt, sigma, padding_mask, graph.wanted(xt))
 
         return sample(log_score, graph, noise, tuple(mask.shape), monitoring.sample_steps,

@@ -17,8 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddp_setup import Ddp, all_sum, autocast, note_progress
+from ddp_setup import Ddp, all_sum
+from ddp_watch import note_progress
 from proteins.letters import X_ID, encode
+from training.precision import autocast
 
 
 def mask_of(sedd):
@@ -48,7 +50,7 @@ def predict_letters(sedd, rows, tokens=16384, dtype=torch.float32, ddp=None):
             log_p = log_probs_at_masks(sedd.model, part, mask_of(sedd)).cpu()
         end = ends[first:first + size][-1]
         out[end - len(log_p):end] = log_p
-        note_progress(ddp)
+        note_progress()
     return all_sum(out, ddp).double().numpy()
 
 
@@ -174,7 +176,7 @@ def score_proteins(sedd, wild_types, variants, done=None, tokens=16384, dtype=to
         found = variant_scores(sedd, wild_types[number], of_part, tokens=tokens, dtype=dtype,
                                ddp=alone)
         scores[number][part] = torch.from_numpy(found)
-        note_progress(ddp)
+        note_progress()
         if done is not None:
             done(len(found), own_total)
     of_all = all_sum(torch.cat(scores), ddp)     # of each variant one rank has the score

@@ -3,7 +3,7 @@
     sedd = load_sedd("runs/mine/checkpoints/best.pt")       # or a folder that export_sedd made
     export_sedd(sedd, "my_model")                           # model.safetensors, config.json, README
     export_sedd(sedd, "my_model.pth")                       # the published layout
-    start_from_weights(config, former, resume, model, ddp)  # --init_from of train_sedd_ddp.py
+    start_from_weights(config, start, resume, model, ddp)   # --init_from of train_sedd_ddp.py
 
 Files are read as tensors and plain types, never as code. Folders need the package safetensors.
 """
@@ -467,13 +467,13 @@ def need_safetensors():
 
 
 # ---------------------------------------------------------------- start from weights
-def start_from_weights(config, former, resume, model, ddp):
+def start_from_weights(config, start, resume, model, ddp):
     """Load training.init_from into a new run; refuse it for a run that began with other weights.
 
     Collective. Rank 0 reads the file; wrap_ddp later sends its weights to the other ranks.
 
     Args:
-        former: the run to continue, a training.resume.Former.
+        start: how the run starts, a training.resume.Start.
         resume: the checkpoint of --resume, or None.
         model: the run's SEDD, on the device; changed on rank 0 only, and in a new run only.
     Returns: ({"path", "hash"} of the run's initial weights, None if they were random; lines on
@@ -483,10 +483,10 @@ def start_from_weights(config, former, resume, model, ddp):
     path = config.training.init_from
     record = None
     lines = []
-    if former.state is not None:
-        record = former.state.get("init_from")   # checkpoints of earlier versions have none
+    if start.state is not None:
+        record = start.state.get("init_from")   # checkpoints of earlier versions have none
     if record:
-        with using_checkpoint(former.path):
+        with using_checkpoint(start.path):
             lines = [f"weights: from the run's checkpoint; it began with {record['path']} (hash "
                      f"{record['hash']})"]
     if path is None:
@@ -495,15 +495,15 @@ def start_from_weights(config, former, resume, model, ddp):
         raise ValueError(f"--resume {resume} and --init_from {path} (training.init_from) exclude "
                          "each other: continue a run (training.init_from=null), or begin one with "
                          "these weights.")
-    if former.state is not None and record is None:
-        raise ValueError(f"{former.path} is of a run that began with random weights, not with "
+    if start.state is not None and record is None:
+        raise ValueError(f"{start.path} is of a run that began with random weights, not with "
                          f"--init_from {path}. {LEAVE_OUT}")
     if record and record["path"] == path:   # even if the file has changed since
         return record, lines
     sedd, found = read_start(path, ddp, expected=None if record else config_to_dict(config))
     if record:
         if found["hash"] != record["hash"]:
-            raise ValueError(f"{former.path} is of a run that began with other weights (hash "
+            raise ValueError(f"{start.path} is of a run that began with other weights (hash "
                              f"{record['hash']} of {record['path']}; now {found['hash']} of "
                              f"{path}). {LEAVE_OUT}")
         return record, lines

@@ -254,7 +254,8 @@ def first_failure(codes):
 
 def code_files():
     """All Python files of the project but its tests."""
-    return [*ROOT.glob("*.py"), *(path for name in FOLDERS for path in ROOT.glob(f"{name}/*.py"))]
+    folders = (*FOLDERS, "jobs")
+    return [*ROOT.glob("*.py"), *(path for name in folders for path in ROOT.glob(f"{name}/*.py"))]
 
 
 def copy_code(target):
@@ -355,7 +356,7 @@ class Running(contextlib.AbstractContextManager):
             numbers = [environment[name] for name in _RANK_VARIABLES if environment.get(name)]
             if numbers:
                 ranks[pid] = int(numbers[0])
-            guard = environment.get("DDP_GUARD_FD", "::").split(":")[1]   # PIPE:GUARD:LAUNCHER
+            guard = environment.get("DDP_GUARD_FD", ":").split(":")[1]   # PIPE:GUARD
             if guard == str(_parent(pid)):
                 guarded[_parent(pid)] = pid
         return {rank: (pid, guarded.get(pid, pid)) for pid, rank in ranks.items()

@@ -17,18 +17,22 @@ from launchers import FOLDERS, ROOT, code_files
 SCRIPTS = {"train_sedd_ddp", "train_dpo_ddp", "test_aurora_ddp", "test_dtype", "sample_sedd",
            "sample_proteinmpnn", "score_mutations", "prepare_uniref50", "pairs_from_scores",
            "plot_run", "split_mutations"}
-TO_COPY = {"ddp_setup", "ddp_guard"}    # without anything else of the project
+TO_COPY = {"ddp_setup", "ddp_watch", "ddp_guard"}    # with torch, without the rest of the project
 
 # Folder, or "" for the scripts in the root: what of the project its files may import.
 MAY_IMPORT = {
-    "": {"ddp_setup", "ddp_guard", "sedd", "mpnn", "dpo", "proteins", "training"},
+    "": {"ddp_setup", "ddp_watch", "ddp_guard", "sedd", "mpnn", "dpo", "proteins", "training"},
     "proteins": {"ddp_setup", "proteins", "training.files", "training.problems"},
-    "sedd": {"ddp_setup", "sedd", "dpo", "proteins", "training"},   # to plug into dpo
-    "mpnn": {"ddp_setup", "mpnn", "dpo", "proteins", "training"},
-    "dpo": {"ddp_setup", "dpo", "proteins", "training"},
-    "training": {"ddp_setup", "training"},
-    "bench": {"ddp_setup", "ddp_guard", "sedd", "mpnn", "dpo", "proteins", "training", "bench",
-              *SCRIPTS}}
+    "sedd": {"ddp_setup", "ddp_watch", "sedd", "dpo", "proteins", "training"},   # to plug into dpo
+    "mpnn": {"ddp_setup", "ddp_watch", "mpnn", "dpo", "proteins", "training"},
+    "dpo": {"ddp_setup", "ddp_watch", "dpo", "proteins", "training"},
+    "training": {"ddp_setup", "ddp_watch", "training"},
+    "jobs": {"ddp_setup", "ddp_watch", "ddp_guard"},
+    "bench": {"ddp_setup", "ddp_watch", "ddp_guard", "sedd", "mpnn", "dpo", "proteins", "training",
+              "bench", *SCRIPTS}}
+# What may import less than its folder.
+MAY_IMPORT_ALONE = {"ddp_setup": set(), "ddp_guard": set(), "ddp_watch": {"ddp_setup", "ddp_guard"},
+                    "test_aurora_ddp": {"ddp_setup"}}
 TORCH_ALONE = {"sedd/model", "sedd/diffusion", "mpnn/model"}        # `cp` takes them elsewhere
 REQUIRED = {"torch", "numpy", "yaml", "tqdm", "gemmi"}
 # Imported inside functions only: who does not need them may lack them.
@@ -74,8 +78,12 @@ def broken_rules(name, source):
     if folder == "" and stem not in SCRIPTS | TO_COPY:
         return [f"{name}.py stands in the root; expected there what one runs or copies, else a "
                 f"folder: {', '.join(FOLDERS)}"]
-    ours = set() if stem in TO_COPY or name in TORCH_ALONE else MAY_IMPORT[folder]
-    others = {"torch"} if name in TORCH_ALONE or stem in TO_COPY else REQUIRED
+    ours = MAY_IMPORT_ALONE.get(name, MAY_IMPORT[folder])
+    others = REQUIRED
+    if name in TORCH_ALONE:
+        ours = set()
+    if name in TORCH_ALONE or name in MAY_IMPORT_ALONE:
+        others = {"torch"}
     if stem.startswith("test_"):
         others = others | {"pytest"}
     top, inside = imported_names(source)
@@ -100,6 +108,10 @@ def test_every_file_imports_only_what_its_folder_may(path):
     ("stray_file", ""),
     ("ddp_setup", "def f():\n    import ddp_guard"),
     ("ddp_guard", "import torch"),
+    ("ddp_setup", "import ddp_watch"),
+    ("ddp_watch", "import training.log"),
+    ("test_aurora_ddp", "import ddp_guard"),
+    ("jobs/preflight", "from training import launch"),
     ("sedd/model", "import numpy"),
     ("mpnn/variants", "import importlib\nimportlib.import_module('sedd.model')"),
     ("train_sedd_ddp", "from . import sedd")])
@@ -109,9 +121,7 @@ def test_the_import_check_notices(name, source):
 
 def foreign_names(source):
     """Names that a Python source uses of ddp_setup, but that are not public there."""
-    setup = ast.parse((ROOT / "ddp_setup.py").read_text())
-    public = next(ast.literal_eval(node.value) for node in setup.body
-                  if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__")
+    public = {name for name in defined_names(ROOT / "ddp_setup.py") if name[0] != "_"}
     used = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.module == "ddp_setup":

@@ -5,13 +5,14 @@ import types
 
 import torch
 
-from ddp_setup import Ddp, grad_scaler, wrap_ddp
+from ddp_setup import Ddp, wrap_ddp
 from sedd.model import EMA
 from training.config import CommonMonitoring, CommonOptim, CommonTraining, DdpSection
 from training.loop import MicroBatchSampler, Run, open_batches, read_totals, take_step
 from training.meter import make_meter
 from training.optimizer import make_optimizer
-from training.resume import Former, progress_of
+from training.precision import grad_scaler
+from training.resume import Start
 
 WIDTH = 3
 
@@ -67,7 +68,7 @@ def toy(n_iters=10, micro_batches=2, lr=0.5, warmup=0,  # noqa: PLR0913  (settin
     made = make_optimizer(model, lr, optim, ddp)
     if optimizer == "sgd":
         made = torch.optim.SGD(model.parameters(), lr=lr, fused=True)
-    progress = progress_of(Former(None, None), (), {})
+    progress = Start(config, ddp).progress((), {}, n_iters)
     sampler = MicroBatchSampler(lambda *item: item, micro_batches, ddp, 0, n_iters)
     return Run(config=config, work_dir=None, continued_from=None, fingerprint={}, bare=model,
                model=wrapped, optimizer=made, scaler=grad_scaler(torch.float32, ddp),

@@ -11,11 +11,13 @@ from torch.utils._pytree import tree_flatten
 
 import train_dpo_ddp
 import train_sedd_ddp
-from ddp_setup import load_checkpoint, wrap_ddp
+from ddp_setup import Ddp, load_checkpoint, wrap_ddp
+from ddp_watch import watch_run
 from launchers import ROOT, fork_ranks
 from training.config import load_config
 from training.command_line import prepare_and_train
 from training.loop import global_gradient, open_batches, take_step
+from training.run_folder import take_folder
 from dpo.reference import make_tables
 
 SCRIPTS = {"sedd": train_sedd_ddp, "dpo": train_dpo_ddp}
@@ -119,10 +121,10 @@ script.main()
     return folder / "driver.py"
 
 
-def gradients(model, schedule, dataset, loss_of, ddp, whole=None, static=False):
+def gradients(model, schedule, dataset, loss_of, ddp, whole=None):
     """[{parameter: its gradient, "loss": loss}] of two steps of a MicroBatchSampler. whole:
     function of a step that gives its loss by the definition; that has one backward then."""
-    wrapped = wrap_ddp(model, ddp, static_graph=static)
+    wrapped = wrap_ddp(model, ddp)
     if ddp.world_size > 1:   # as open_batches does
         warm_up = dataset[schedule.item_of(0, schedule.mine[0])]
         global_gradient(wrapped, [warm_up], loss_of, ddp)
@@ -167,10 +169,18 @@ with setup_ddp("cpu", quiet=True) as ddp:
 
 
 def train(what, settings, folder, ddp, loop=None):
-    """Prepare and train as a training script does. loop: function (run, ddp) instead of its own."""
+    """Prepare and train as a training script does. loop: function (run, ddp, watch) instead of its
+    own."""
     script = SCRIPTS[what]
     config = load_config(script.Config, None, settings)
-    prepare_and_train(ddp, lambda: script.prepare(config, ddp, Path(folder)), loop or script.train)
+    prepare_and_train(script, config, ddp, Path(folder), train=loop)
+
+
+def train_ready(what, ready):
+    """Train a run that a script's `prepare` has returned, in its folder."""
+    with watch_run(Ddp(), minutes=0) as watch:
+        take_folder(ready, Ddp(), watch, False, ())
+        return SCRIPTS[what].train(ready, Ddp(), watch)
 
 
 def loss_of(run, what, ddp):
@@ -186,7 +196,7 @@ def loss_of(run, what, ddp):
 
 def take_steps(what, settings, folder, watched, ddp):
     """Take steps as a training script does, the last two in the context manager `watched()`."""
-    def steps(run, ddp):
+    def steps(run, ddp, _):
         dataset = dataset_of(run, what, ddp)
         micro_batch_loss = loss_of(run, what, ddp)
         batches = open_batches(run, dataset, micro_batch_loss, ddp)

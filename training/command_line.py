@@ -4,10 +4,11 @@
         command = read_command(argv, read_arguments)    # starts ranks here, if options ask for it
         if command.plan is not None:
             return print_plan(command, describe_plan)
-        with ranks_meet(command) as ddp:
-            with preparing(command, ddp):
+        with ranks_meet(command) as (ddp, watch):
+            with preparing(command, watch):
                 run = prepare(command.config, ddp, command.work_dir)
-            result = train(run, ddp)
+                take_folder(run, ddp, watch, fresh, folders)
+            result = train(run, ddp, watch)
         exit_with(result)
 
 An error before training is printed once and ends all ranks with exit code 2, and the run folder
@@ -24,14 +25,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddp_setup import (AGAIN, BAD_INPUT, Ddp, abort, detect_launcher, end_watch, setup_ddp,
-                       start_watch)
+from ddp_setup import BAD_INPUT, STOPPED, CannotSave, Ddp, abort, detect_launcher, setup_ddp
+from ddp_watch import INTERRUPTED, STOP_SIGNALS, watch_run
 from training.launch import start_ranks_if_asked
+from training.loop import Diverged
 from training.parser import Parser
 from training.plan import print_lines
+from training.run_folder import take_folder
 
 COLLECTIVE_SECONDS = 6 * 3600.0   # timeout; the watchdog is earlier and names the late rank
-ADVICE = "To go on, give the same command again, without --fresh or --resume."
 
 
 # ---------------------------------------------------------------- the start of a script
@@ -92,19 +94,31 @@ def print_plan(command, describe_plan):
 
 @contextlib.contextmanager
 def ranks_meet(command):
-    """setup_ddp by the options of a command, and cleanup_ddp at the end of the block."""
+    """The ranks of a command meet, and are watched to the end of the block: yields (ddp, watch).
+
+    Here ends what is no bug, with one line instead of a traceback: Ctrl-C, a training that has
+    diverged, a checkpoint that cannot be written."""
     launch = command.launch
+    minutes = 0.0
+    signals = STOP_SIGNALS
     collective_timeout = None
-    if command.problem is None and command.config.monitoring.watchdog_minutes:
+    if command.config is not None:
+        minutes = command.config.monitoring.watchdog_minutes
+        signals = command.config.training.stop_signals
+    if minutes:
         collective_timeout = COLLECTIVE_SECONDS
     try:
-        ddp = setup_ddp(launch.device, launch.backend, ranks=launch.ranks, ipex=launch.ipex,
+        ddp = setup_ddp(launch.device, launch.backend, ranks=launch.ranks,
                         timeout=collective_timeout, init_timeout=launch.init_timeout)
     except (ValueError, RuntimeError) as error:
         exit_before_start(command, error)
-    ddp.state.advice = ADVICE
-    with ddp:
-        yield ddp
+    with ddp, watch_run(ddp, minutes=minutes, signals=signals) as watch:
+        try:
+            yield ddp, watch
+        except KeyboardInterrupt:
+            watch.abort("interrupted (Ctrl-C)", INTERRUPTED)
+        except (Diverged, CannotSave) as error:
+            watch.abort(str(error), advise=False)
 
 
 def exit_before_start(command, error):
@@ -116,42 +130,34 @@ def exit_before_start(command, error):
 
 
 @contextlib.contextmanager
-def preparing(command, ddp):
+def preparing(command, watch):
     """In this block an error in arguments or data, a ValueError or OSError, ends all ranks with one
     line. It raises what was wrong with the command line."""
     try:
         if command.problem:
             raise command.problem
-        minutes = command.config.monitoring.watchdog_minutes
-        if minutes:   # while loading, allow at least the time to meet
-            minutes = max(minutes, command.launch.init_timeout / 60)
-        # This watch is for loading; take_folder begins the one for the steps. Until then Ctrl-C
-        # ends the run at once.
-        signals = [name for name in command.config.training.stop_signals if name != "SIGINT"]
-        start_watch(ddp, minutes=minutes, signals=signals)
         yield
     except (ValueError, OSError) as error:
-        abort(ddp, f"error: {error}", code=BAD_INPUT)
+        watch.abort(f"error: {error}", BAD_INPUT)
 
 
-def prepare_and_train(ddp, prepare, train):
+def prepare_and_train(script, config, ddp, work_dir, resume=None, fresh=False, train=None):
     """Prepare and train without a command line, as in a notebook, which goes on after an error.
 
-    prepare: function () -> Run. train: function (run, ddp), whose result is returned."""
-    try:
-        return train(prepare(), ddp)
-    except BaseException as error:
-        code = 130 if isinstance(error, KeyboardInterrupt) else 1
-        end_watch(ddp, code, f"{type(error).__name__}: {error}")
-        raise
-    finally:
-        end_watch(ddp)
+    script: a module with `prepare` and `train`, such as train_sedd_ddp. train: function (run, ddp,
+    watch) instead of its own. Returns: what that returns."""
+    train = train or script.train
+    signals = config.training.stop_signals
+    with watch_run(ddp, minutes=config.monitoring.watchdog_minutes, signals=signals) as watch:
+        run = script.prepare(config, ddp, work_dir, resume, fresh)
+        take_folder(run, ddp, watch, fresh, ("checkpoints",))
+        return train(run, ddp, watch)
 
 
 def exit_with(result):
     """Exit with 75 if `train` has stopped with work left; result: what it returned."""
     if "stopped" in result:
-        sys.exit(AGAIN)
+        sys.exit(STOPPED)
 
 
 # ---------------------------------------------------------------- the start of a benchmark
@@ -178,11 +184,11 @@ def started_ranks(args, argv):
     try:
         args = args or launch_options(argv)
         start_ranks_if_asked(args, argv)
-    except ValueError as e:
+    except (ValueError, RuntimeError) as e:
         print(f"error: {e}", file=sys.stderr)
         sys.exit(BAD_INPUT)
     return joined_ranks(args.device, args.backend, ranks=args.ranks,
-                        init_timeout=args.init_timeout, ipex=args.ipex)
+                        init_timeout=args.init_timeout)
 
 
 # ---------------------------------------------------------------- options
@@ -194,6 +200,8 @@ def add_run_arguments(parser, *work_dir):
     add("--fresh", action="store_true", help="start over; the old run folder is renamed")
     add("--plan", help="print batch, learning rate and warm-up for ranks such as 1,2,4,8")
     add("overrides", nargs="*", metavar="section.key=value")
+    add("--ipex", default="auto", choices=("auto", "on", "off"),
+        help="Intel's extension for PyTorch; auto: on an XPU whose torch has no xccl")
     add_launch_arguments(parser)
 
 
@@ -202,8 +210,6 @@ def add_launch_arguments(parser):
     add = parser.add_argument_group("launch").add_argument
     add("--device", default="auto", choices=("auto", "cpu", "cuda", "xpu"))
     add("--backend", default="auto", choices=("auto", "nccl", "gloo", "ccl", "xccl", "xpu"))
-    add("--ipex", default="auto", choices=("auto", "on", "off"),
-        help="Intel's extension for PyTorch; auto: on an XPU whose torch has no xccl")
     add("--ranks", type=int, help="refuse any other number of ranks")
     add("--init_timeout", type=float, default=300.0, help="seconds to wait for all ranks")
     add("--nproc_per_node", type=int, help="start this many ranks on this node (with "

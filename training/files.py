@@ -8,6 +8,8 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from ddp_setup import whole_file
+
 MOST_TEXT_BYTES = 64 << 20   # of a status, a config; these have some KB
 
 
@@ -37,29 +39,17 @@ def write_text_atomic(path, text) -> None:
 
 
 def write_whole(path, write) -> None:
-    """Call write(binary file) so that a kill at any moment leaves the old file, none, or the new.
+    """Call write(binary file) so that a kill at any moment leaves the old file, none, or the new:
+    see whole_file.
 
-    Makes the folder if it is missing. Writes under a temporary name, fsync, rename, fsync of the
-    folder. A link of this name is replaced, and what it leads to stays as it is.
+    Makes the folder if it is missing. A link of this name is replaced, and what it leads to stays
+    as it is.
     Raises: ValueError for a device, pipe or folder; OSError, which names the file."""
     refuse_no_file(path)   # the rename would replace it: in a container, /dev/null for all
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with naming(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with open(temporary, "wb") as file:
-                write(file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    with contextlib.suppress(OSError):   # some file systems cannot sync a folder
-        os.fsync(folder)
-    os.close(folder)
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(path) as file:
+            write(file)
 
 
 def check_writable(path) -> None:

@@ -28,7 +28,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from ddp_setup import AGAIN, detect_launcher
+from ddp_setup import STOPPED, detect_launcher
 
 POLL = 0.1             # seconds between two looks at the ranks
 FAILED_SECONDS = 20    # for the others to end when a rank has failed: they cannot save any more
@@ -44,7 +44,8 @@ def start_ranks_if_asked(args: argparse.Namespace, argv: list[str]) -> None:
     """If --nnodes or --nproc_per_node is given, run this script on as many ranks, with the other
     arguments of `argv`, and exit with their code. Returns only if neither is given.
 
-    Raises: ValueError for options that do not fit together."""
+    Raises: ValueError for options that do not fit together, SetupError for variables of a launcher
+        that are incomplete or disagree."""
     given = {name: getattr(args, name) for name in LAUNCHER_OPTIONS
              if getattr(args, name) is not None}
     if not given:
@@ -54,7 +55,6 @@ def start_ranks_if_asked(args: argparse.Namespace, argv: list[str]) -> None:
     node_rank = given.get("node_rank", 0)
     devices = 0 if args.device == "cpu" else torch.accelerator.device_count()
     per_node = args.nproc_per_node or devices or 1
-    check_number_of_ranks(n_nodes * per_node)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in LAUNCHER_OPTIONS:
         parser.add_argument(f"--{name}")
@@ -71,7 +71,8 @@ def start_ranks_if_asked(args: argparse.Namespace, argv: list[str]) -> None:
 def check_launcher_options(given: dict) -> None:
     """Refuse options that do not fit together, or ranks that a launcher has started already.
 
-    given: {name: value} of those LAUNCHER_OPTIONS that were given. Raises: ValueError."""
+    given: {name: value} of those LAUNCHER_OPTIONS that were given. Raises: as
+    start_ranks_if_asked."""
     environment = dict(os.environ)
     if "LOCAL_RANK" not in environment:   # pods set the other two, for a launcher that comes later
         environment.pop("RANK", None)
@@ -93,15 +94,6 @@ def check_launcher_options(given: dict) -> None:
         raise ValueError(f"found {found}; expected --nproc_per_node M, or --nnodes N --node_rank R "
                          "--master_addr HOST [--master_port P] [--nproc_per_node M] with R from 0 "
                          f"to N - 1 and M from 1 to {MOST_PER_NODE:,}.")
-
-
-def check_number_of_ranks(n_ranks: int) -> None:
-    """Refuse a number of ranks that is not what the environment asks for. Raises: ValueError."""
-    wanted = os.environ.get("DDP_WORLD_SIZE", "").strip()
-    if wanted and wanted != str(n_ranks):
-        raise ValueError(f"DDP_WORLD_SIZE asks for {wanted} rank(s), but --nnodes and "
-                         f"--nproc_per_node start {n_ranks}. Expected the same; unset it, or "
-                         "change one of them.")
 
 
 def this_program() -> list[str]:
@@ -200,7 +192,7 @@ def await_ranks(ranks: dict[int, subprocess.Popen], signals: list[int]) -> dict[
             if rank in codes or process.poll() is None:
                 continue
             codes[rank] = process.returncode
-            is_complete = process.returncode in (0, AGAIN)
+            is_complete = process.returncode in (0, STOPPED)
             if not is_complete and kill_at is None:   # by SIGTERM too: the others would wait for it
                 kill_at = time.monotonic() + FAILED_SECONDS
                 send(ranks, signal.SIGTERM)
@@ -218,10 +210,10 @@ def send(ranks: dict[int, subprocess.Popen], number: int) -> None:
 def has_failed(code: int) -> bool:
     """Whether this exit code is a failure.
 
-    The others get SIGTERM when a rank fails: they exit with AGAIN, or SIGTERM ends them as they
+    The others get SIGTERM when a rank fails: they exit with STOPPED, or SIGTERM ends them as they
     exit. Neither is a failure. Other signals are."""
     ended_by_us = (-signal.SIGTERM, 128 + signal.SIGTERM)   # the second one: as a guard reports it
-    return code not in (0, AGAIN, *ended_by_us)
+    return code not in (0, STOPPED, *ended_by_us)
 
 
 def choose_exit_code(codes: dict[int, int], n_ranks: int) -> int:
@@ -239,6 +231,6 @@ def choose_exit_code(codes: dict[int, int], n_ranks: int) -> int:
         print(f"FAILED: rank {rank} of {n_ranks} on {socket.gethostname()}: died without a word "
               f"({signal.Signals(-code).name}{hint})", file=sys.stderr, flush=True)
         return 1
-    if AGAIN in codes.values():
-        return AGAIN
+    if STOPPED in codes.values():
+        return STOPPED
     return int(any(codes.values()))

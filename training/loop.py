@@ -4,10 +4,10 @@
     while ...:                                        # a step
         set_learning_rate(run)
         micro_batches = fetch(run, batches)
-        totals, norm = global_gradient(run.model, micro_batches, loss_of, ddp, run)
+        totals, norm = global_gradient(run.model, micro_batches, loss_of, ddp, run, watch)
         norm = clip_gradient(run, norm)
         step_optimizer(run, totals)
-        reason = after_step(run, ddp, at_once)        # to stop here, or ""
+        reason, save_due = after_step(run, ddp, watch, at_once)   # to stop here, or ""
 
 train_sedd_ddp.py and train_dpo_ddp.py call these functions, and add their own config, loss, data
 and evaluation. An optimizer step takes a global batch, which consists of micro-batches. Their
@@ -29,8 +29,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ddp_setup import (all_sum, broadcast, gather, gradient_sync, stop_reason, stop_wanted,
-                       unwrap_ddp, worker_init)
+from ddp_setup import all_sum, broadcast, gather, gradient_sync, unwrap_ddp
+from ddp_watch import worker_init
 from training.meter import StepMeter
 
 
@@ -123,7 +123,12 @@ class Run:
 
 def is_finished(run) -> bool:
     """Whether a run has done all steps, or has stopped early for good."""
-    return run.progress["finished"] == "early stop" or run.progress["step"] >= run.n_iters
+    return has_ended(run.progress, run.n_iters)
+
+
+def has_ended(progress, n_iters) -> bool:
+    """As is_finished, of Run.progress and Run.n_iters."""
+    return progress["finished"] == "early stop" or progress["step"] >= n_iters
 
 
 # ---------------------------------------------------------------- the step
@@ -133,7 +138,6 @@ ADVICE = ("A checkpoint, if there is one, holds the weights from before these st
 
 class Diverged(RuntimeError):
     """The loss has become nan or infinite. The same command would end in the same way again."""
-    expected = True   # read by ddp_setup: no bug, so no traceback is printed
 
 
 class MicroBatchSampler(torch.utils.data.Sampler):
@@ -283,7 +287,8 @@ def global_count(batches, ddp) -> torch.Tensor:
     return all_sum(torch.full((), own, dtype=torch.float64, device=ddp.device), ddp)
 
 
-def global_gradient(model, batches, loss_of, ddp, run=None) -> tuple[Totals, torch.Tensor]:
+def global_gradient(model, batches, loss_of, ddp, run=None,
+                    watch=None) -> tuple[Totals, torch.Tensor]:
     """Leave the gradient of the mean loss over the global batch in .grad on every rank.
 
     The counts of all micro-batches are summed first; then each loss sum is divided by this number
@@ -295,6 +300,7 @@ def global_gradient(model, batches, loss_of, ddp, run=None) -> tuple[Totals, tor
         loss_of: function (model, batch) -> (loss sum, sums (n,) to add up).
         run: the Run whose step this is: its scaler and meter are used, and it may ask all ranks to
             save. None: the gradient alone, as for a warm-up.
+        watch: a Watch (ddp_watch.py), which may ask all ranks to stop; None: nobody asks.
     Returns: (Totals, norm of the gradient). If totals.bad is not 0, the norm and at least one
         gradient are nan, on all ranks.
     """
@@ -326,7 +332,7 @@ def global_gradient(model, batches, loss_of, ddp, run=None) -> tuple[Totals, tor
     norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
     own.bad_loss.copy_(own.bad_loss > 0)
     own.bad.copy_((own.bad_loss > 0) | ~norm.isfinite())
-    own.requests.fill_(stop_wanted(ddp) or (run is not None and save_wanted(run, ddp)))
+    own.requests.fill_(request_of(run, watch, ddp))
     meter.lap("optimizer")   # time since the last lap: for norm and flags
     totals = unpack(all_sum(own.packed, ddp))
     meter.lap("exchange")
@@ -335,6 +341,13 @@ def global_gradient(model, batches, loss_of, ddp, run=None) -> tuple[Totals, tor
     spoil = torch.where(totals.bad > 0, math.nan, 1.0)
     gradients[0].mul_(spoil)
     return totals, norm * spoil
+
+
+def request_of(run, watch, ddp) -> float:
+    """1.0 if this rank asks all ranks to stop or to save, else 0.0."""
+    if watch is not None and watch.flag():
+        return 1.0
+    return float(run is not None and save_wanted(run, ddp))
 
 
 def save_wanted(run, ddp) -> bool:
@@ -386,7 +399,7 @@ def step_optimizer(run, totals) -> None:
 
 def take_step(run, batches, loss_of, ddp) -> tuple[Totals, torch.Tensor]:
     """A step of a training in memory, and of benchmarks and tests: the five calls that a training
-    script writes out, as they are what its reader looks for.
+    script writes out, as they are what its reader looks for. Nobody asks it to stop.
 
     Returns: (Totals, norm of the gradient before clipping)."""
     set_learning_rate(run)
@@ -397,7 +410,7 @@ def take_step(run, batches, loss_of, ddp) -> tuple[Totals, torch.Tensor]:
     return totals, norm
 
 
-def after_step(run, ddp, at_once) -> tuple[str, bool]:
+def after_step(run, ddp, watch, at_once) -> tuple[str, bool]:
     """To be called after each step: count bad steps, compare the weights of all ranks every
     check_sync_every steps. Raises: see read_totals.
 
@@ -408,7 +421,7 @@ def after_step(run, ddp, at_once) -> tuple[str, bool]:
     step = run.progress["step"]
     if at_once or ddp.device.type == "cpu":
         read_totals(run)
-    reason = stop_reason(ddp, step, run.requests)
+    reason = watch.stop_reason(step, flags=run.requests)
     save_due = run.requests > 0 and not reason
     if reason or save_due:
         read_totals(run)   # a checkpoint counts the bad steps up to this one

@@ -1,4 +1,5 @@
-"""How a network computes: the dtype of autocast, and whether torch.compile compiles its blocks."""
+"""How a network computes: the dtype, torch's autocast and GradScaler for it, and whether
+torch.compile compiles its blocks."""
 import contextlib
 import importlib.util
 import os
@@ -7,6 +8,8 @@ import sysconfig
 from pathlib import Path
 
 import torch
+
+from ddp_setup import Ddp
 
 COMPILABLE = (7, 0)   # the least compute capability of CUDA devices that Triton supports
 
@@ -72,6 +75,18 @@ def computes_bfloat16(device) -> bool:
         words = Path("/proc/cpuinfo").read_text().split()
         return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(words)
     return False
+
+
+def autocast(dtype: torch.dtype, ddp: Ddp) -> contextlib.AbstractContextManager:
+    """torch.autocast for ddp.device; float32 (and float64) mean none."""
+    if dtype in (torch.float32, torch.float64):
+        return contextlib.nullcontext()
+    return torch.autocast(ddp.device.type, dtype=dtype)
+
+
+def grad_scaler(dtype: torch.dtype, ddp: Ddp) -> torch.amp.GradScaler:
+    """A GradScaler that scales for float16 and passes everything through otherwise."""
+    return torch.amp.GradScaler(ddp.device.type, enabled=dtype == torch.float16)
 
 
 def compile_blocks(model, setting, ddp):

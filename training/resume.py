@@ -1,44 +1,44 @@
 """Start a run, or continue one: find the checkpoint, refuse one that does not fit, load it; save.
 
-A script's `prepare` takes these steps, and builds its Run itself:
+A script's `prepare` asks one object, which is the same for a new run and a continued one:
 
-    former = start_or_continue(config, ddp, work_dir, resume, fresh, SeddCheckpoint)
-    check_checkpoint(former, config, anew)   # ValueError: what is wrong
-    check_data(former, "proteins", fingerprint, anew)
-    micro_batches = count_micro_batches(former, config, ddp)
-    lr, warmup = rate_of(former, config.optim, lr_batch)
-    progress = progress_of(former, seen, initial)
-    load_weights(former, model)
-    run = SeddRun(lr=lr, warmup=warmup, progress=progress, ...)
-    load_optimizer(run, former)
-    check_progress(run)
+    start = start_or_continue(config, ddp, work_dir, resume, fresh, SeddCheckpoint, anew)
+    start.check_data("proteins", fingerprint)
+    lr, warmup = start.rate(lr_batch)
+    progress = start.progress(SEEN, initial, n_iters)
+    start.load_weights(model)
+    run = SeddRun(lr=lr, warmup=warmup, progress=progress, micro_batches=start.micro_batches, ...)
+    start.load_optimizer(run)
     ...
-    save_run(run, log, ddp, "last.pt", keep_last=2)
+    path = save_run(run, log, ddp, "last.pt", keep_last=2)
+
+The first call refuses a checkpoint that does not fit the config; each other call refuses one that
+does not fit what it is given. A start never writes before all of them have passed.
 
 A run folder holds its checkpoints in checkpoints/: last.pt, the former ones last-1.pt and so on,
-and those of the best weights. A start never writes before all checks have passed.
+and those of the best weights.
 """
 import contextlib
 import hashlib
 import math
 import os
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
-from ddp_setup import broadcast, load_checkpoint, save_checkpoint
+from ddp_setup import broadcast, load_checkpoint, newest_checkpoint, save_checkpoint
 from training.config import (MOST_STEPS, config_differences, config_items, config_to_dict, key,
                              keys_that, read_fields)
-from training.folder import MARKS, names_in, refuse_in_use
 from training.log import rows_up_to
-from training.loop import (ADVICE, Diverged, check_alike, check_ranks, is_finished,
+from training.loop import (ADVICE, Diverged, check_alike, check_ranks, has_ended,
                            micro_batches_of, scale_for_batch)
+from training.run_folder import MARKS, names_in, refuse_in_use
 
 
-# ---------------------------------------------------------------- what to continue from
+# ---------------------------------------------------------------- what a checkpoint holds
 @dataclass
 class Fingerprint:
     """Of the data of a run."""
@@ -66,20 +66,160 @@ class Checkpoint:
     warmup: int
 
 
-class Former(NamedTuple):
-    """The checkpoint that a start continues from."""
-    path: str | None          # None: a new run
-    state: dict | None        # its content, see Checkpoint
+# ---------------------------------------------------------------- the start
+class Start:
+    """How a run starts: anew, or from a checkpoint that fits its config. Errors are ValueErrors.
+
+    path: of the checkpoint, as text; None: a new run. state: its content, see Checkpoint, or None.
+    micro_batches: in a global batch, which is fixed at the start of a run.
+    """
+
+    def __init__(self, config, ddp, work_dir=None, path=None, state=None, further=""):
+        """work_dir: Path of the run folder; None: the run has none. further: a sentence for
+        messages, on how to train the checkpoint's weights further as a new run."""
+        self.config = config
+        self.work_dir = work_dir
+        self.path = path
+        self.state = state
+        self.further = further
+        self.micro_batches = self._count_micro_batches(ddp)
+
+    def check_data(self, things, fingerprint) -> None:
+        """Refuse a checkpoint that was trained on other data.
+
+        things: a word for messages, such as proteins. fingerprint: of the data now, {"n",
+        "hash"}."""
+        if self.state is None or self.state["data"] == fingerprint:
+            return
+        former = self.state["data"]
+        raise ValueError(f"{self.path} was trained on other {things}, or in another order "
+                         f"({former['n']:,}, hash {former['hash']}; now {fingerprint['n']:,}, "
+                         f"{fingerprint['hash']}). Give the same data, another --work_dir, or "
+                         f"--fresh.{self.further}")
+
+    def rate(self, lr_batch) -> tuple[float, int]:
+        """(full learning rate, warm-up steps) of the run: those of the checkpoint, if there is one,
+        which must be what the same config, data and batch give now.
+
+        lr_batch: the global batch, or less if the data set is smaller; the rate is scaled to
+        this."""
+        optim = self.config.optim
+        lr, warmup = scale_for_batch(optim.lr, optim.warmup, optim.scale, lr_batch,
+                                     optim.base_global_batch)
+        if self.state is None:
+            return lr, warmup
+        kept = self.state
+        with using_checkpoint(self.path):
+            if not math.isclose(kept["lr"], lr, rel_tol=1e-6) or kept["warmup"] != warmup:
+                raise ValueError(f"{self.path} has the learning rate {kept['lr']:g} and "
+                                 f"{kept['warmup']:g} steps of warm-up; expected {lr:g} and "
+                                 f"{warmup}, which the config gives. Give an older checkpoint "
+                                 "(--resume), or --fresh to start over.")
+        return kept["lr"], kept["warmup"]
+
+    def progress(self, seen, initial, n_iters) -> dict:
+        """Run.progress: as the checkpoint has it, or that of a new run. Refuses a checkpoint of a
+        run that is not finished and has no step left to do.
+
+        seen: names of the last entries of Totals.sums; their totals over good steps are kept.
+        initial: the script's additions, with initial values. n_iters: optimizer steps in all."""
+        progress = {"step": 0, "best": None, "bad_evals": 0, "finished": "",
+                    "bad_steps": [0, 0],   # nan or infinite: in all, and in a row up to now
+                    "seen": dict.fromkeys(seen, 0),
+                    **initial}
+        if self.state is None:
+            return progress
+        progress["seen"] = {}   # older checkpoints have none: what they have seen is not known
+        for name, value in progress.items():
+            progress[name] = self.state.get(name, value)
+        if not has_ended(progress, n_iters):
+            if not self._is_of_this_folder():   # the file of the best weights stays in that one
+                progress["best"] = None
+        elif not progress["finished"]:   # it stopped early, and n_iters has been lowered since
+            raise ValueError(f"{self.path} is of step {progress['step']:,} of a run that is not "
+                             "finished, and training.n_iters or num_epochs asks for "
+                             f"{n_iters:,} steps; expected more.")
+        return progress
+
+    def load_weights(self, model) -> None:
+        """Give a model, not yet wrapped in DDP, the weights of the checkpoint, if there is one."""
+        if self.state is not None:
+            with using_checkpoint(self.path):
+                model.load_state_dict(self.state["model"])
+
+    def load_optimizer(self, run) -> None:
+        """Continue with optimizer, scaler and averages of the checkpoint, if there is one."""
+        if self.state is None:
+            return
+        with using_checkpoint(self.path):
+            run.optimizer.load_state_dict(self.state["optimizer"])
+            check_shapes(run.optimizer)
+            run.scaler.load_state_dict(self.state["scaler"])
+            if run.ema is not None:
+                run.ema.load_state_dict(self.state["ema"])
+
+    def _is_of_this_folder(self):
+        # Not the parents of the real path: checkpoints/ may be a link to another disk.
+        folder = Path(self.path).absolute().parent.parent
+        return folder.resolve() == self.work_dir.resolve()
+
+    def _count_micro_batches(self, ddp):
+        """As many as the checkpoint has; in a new run as the config says. Refuses more ranks, or a
+        config that asks for another number than the checkpoint has."""
+        training = self.config.training
+        if self.state is None:
+            micro_batches = micro_batches_of(training, ddp.world_size)
+            source = f"training.micro_batches is {training.micro_batches}"
+            advice = ", or a larger training.micro_batches"
+        else:
+            micro_batches = self.state["micro_batches"]
+            source = f"{self.path} has {micro_batches} micro-batches per step"
+            advice = ", or begin a new run (another --work_dir, or --fresh)"
+        if training.micro_batches not in (None, micro_batches):
+            raise ValueError(f"{source}, and training.micro_batches is {training.micro_batches}; "
+                             "expected the same. Leave training.micro_batches out to continue "
+                             "this run.")
+        check_ranks(ddp.world_size, micro_batches, source, advice)
+        return micro_batches
 
 
 def start_or_continue(  # noqa: PLR0913  (what a command line says of a start)
-        config, ddp, work_dir, resume, fresh, content) -> Former:
-    """Decide on rank 0 what to continue from; all ranks read the same checkpoint.
+        config, ddp, work_dir, resume, fresh, content, anew, ignored=()) -> Start:
+    """Decide on rank 0 what to continue from; all ranks read the same checkpoint. A collective.
 
     Args:
         work_dir: Path of the run folder. resume, fresh: see find_checkpoint.
         content: the script's class of Checkpoint.
-    Raises: ValueError on every rank, also for a config that is not the same on all."""
+        anew: options, as text, that start a new run from this run's weights, for messages;
+            {path} in it is that of the checkpoint.
+        ignored: keys of the config that may differ, beside those that may_change.
+    Raises: ValueError for options or a checkpoint that cannot be, and, on every rank, for a config
+        that is not the same on all."""
+    check_options(work_dir, resume, fresh)
+    check_alike(config_items(config, keys_that(type(config), "per_host")), ddp)
+    path = None
+    if ddp.is_main:
+        path = find_checkpoint(work_dir, resume, fresh)
+    path = broadcast(path, ddp)
+    if path is None:
+        return Start(config, ddp, work_dir)
+    path = newest_checkpoint(path, ddp)   # last-1.pt, where last.pt is damaged
+    state = load_checkpoint(path, ddp)
+    try:
+        read_fields(content, state, path)
+    except ValueError as error:
+        raise ValueError(f"{error} It is no checkpoint of this training script: give one "
+                         "(--resume), another --work_dir, or --fresh to start over.") from None
+    options = anew.replace("{path}", path)
+    further = f" To train its weights further, as a new run: {options} --work_dir NEW."
+    with using_checkpoint(path):
+        check_config(path, state, config, further, ignored)
+        check_weights(path, state["model"])
+    return Start(config, ddp, work_dir, path, state, further)
+
+
+def check_options(work_dir, resume, fresh) -> None:
+    """ValueError for --work_dir, --resume and --fresh that cannot be meant so."""
     if fresh and resume:
         raise ValueError("--fresh and --resume exclude each other: start over, or continue.")
     if fresh and work_dir.name in ("", ".."):
@@ -89,21 +229,6 @@ def start_or_continue(  # noqa: PLR0913  (what a command line says of a start)
         folder = "" if Path(resume).name == "checkpoints" else "checkpoints"
         raise ValueError(f"--resume {resume} is a folder; expected a checkpoint, such as "
                          f"{Path(resume) / folder / 'last.pt'}.")
-    check_alike(config_items(config, keys_that(type(config), "per_host")), ddp)
-    path = None
-    if ddp.is_main:
-        path = find_checkpoint(work_dir, resume, fresh)
-    path = broadcast(path, ddp)
-    if path is None:
-        return Former(None, None)
-    state = load_checkpoint(path, ddp)
-    path = ddp.state.checkpoint   # last-1.pt, where last.pt is damaged
-    try:
-        read_fields(content, state, path)
-    except ValueError as error:
-        raise ValueError(f"{error} It is no checkpoint of this training script: give one "
-                         "(--resume), another --work_dir, or --fresh to start over.") from None
-    return Former(path, state)
 
 
 def find_checkpoint(run_dir, resume, fresh) -> str | None:
@@ -140,29 +265,20 @@ def find_checkpoint(run_dir, resume, fresh) -> str | None:
     return str(last) if saved and not fresh else None
 
 
-def check_checkpoint(former, config, anew, ignored=()) -> None:
-    """Refuse a checkpoint that does not fit the config, or holds nan or infinity.
+def check_config(path, state, config, further="", ignored=()) -> None:
+    """Refuse a checkpoint of another config. Raises: ValueError.
 
-    Args:
-        former: a Former. Without a state, nothing is checked.
-        config: the config now; keys that may_change may differ from the checkpoint's config.
-        anew: options that start a new run from this run's weights, for messages.
-        ignored: more keys that may differ.
-    Raises: ValueError."""
-    path, state = former
-    if state is None:
+    path, state: of the checkpoint. further: see Start. ignored: see start_or_continue."""
+    differences = config_differences(
+        state["config"], config, (*keys_that(type(config), "may_change"), *ignored))
+    if not differences:
         return
-    with using_checkpoint(path):
-        differences = config_differences(
-            state["config"], config, (*keys_that(type(config), "may_change"), *ignored))
-        if differences:
-            lines = "\n    ".join(differences)
-            same_model = not any(line.startswith(("model.", "graph.")) for line in differences)
-            raise ValueError(f"{path} was trained with another config:\n    {lines}\n  Expected "
-                             "the same. Give another --work_dir, or --fresh to start over."
-                             f"{further_training(anew) if same_model else ''} (Keys that may "
-                             "differ are marked * in --help.)")
-        check_weights(path, state["model"])
+    lines = "\n    ".join(differences)
+    if any(line.startswith(("model.", "graph.")) for line in differences):
+        further = ""   # a network of another shape cannot take these weights
+    raise ValueError(f"{path} was trained with another config:\n    {lines}\n  Expected the same. "
+                     f"Give another --work_dir, or --fresh to start over.{further} (Keys that may "
+                     "differ are marked * in --help.)")
 
 
 def check_weights(path, weights) -> None:
@@ -176,160 +292,7 @@ def check_weights(path, weights) -> None:
                          "checkpoint (--resume), or --fresh to start over.")
 
 
-def check_data(former, things, fingerprint, anew) -> None:
-    """Refuse a checkpoint that was trained on other data.
-
-    former, anew: see check_checkpoint. things: a word for messages, such as proteins. fingerprint:
-    of the data now, {"n", "hash"}. Raises: ValueError."""
-    path, state = former
-    if state is None or state["data"] == fingerprint:
-        return
-    with using_checkpoint(path):
-        raise ValueError(f"{path} was trained on other {things}, or in another order "
-                         f"({state['data']['n']:,}, hash {state['data']['hash']}; now "
-                         f"{fingerprint['n']:,}, {fingerprint['hash']}). Give the same data, "
-                         f"another --work_dir, or --fresh.{further_training(anew)}")
-
-
-def further_training(anew) -> str:
-    """A sentence to append to an error. anew: see check_checkpoint."""
-    return f" To train its weights further, as a new run: {anew} --work_dir NEW."
-
-
-def count_micro_batches(former, config, ddp) -> int:
-    """Number of micro-batches in a global batch, which is fixed at the start of a run.
-
-    Raises: ValueError for more ranks than that, or a config that asks for another number than the
-        checkpoint has."""
-    path, state = former
-    asked = config.training.micro_batches
-    if state is None:
-        micro_batches = micro_batches_of(config.training, ddp.world_size)
-        source = f"training.micro_batches is {asked}"
-        advice = ", or a larger training.micro_batches"
-    else:
-        micro_batches = state["micro_batches"]
-        source = f"{path} has {micro_batches} micro-batches per step"
-        advice = ", or begin a new run (another --work_dir, or --fresh)"
-    if asked not in (None, micro_batches):
-        raise ValueError(f"{source}, and training.micro_batches is {asked}; expected the same. "
-                         "Leave training.micro_batches out to continue this run.")
-    with using_checkpoint(path):
-        check_ranks(ddp.world_size, micro_batches, source, advice)
-    return micro_batches
-
-
-def hash_of(weights, settings="") -> str:
-    """Hash of a state_dict, as text. settings: text of what else decides the model's results."""
-    digest = hashlib.blake2b(settings.encode(), digest_size=8)
-    for name, value in sorted(weights.items()):
-        numbers = value.detach().cpu().float().contiguous().numpy()
-        digest.update(name.encode() + numbers.tobytes())
-    return digest.hexdigest()
-
-
-def describe_machine(ddp) -> dict:
-    """What the last bits of a result depend on, apart from the number of ranks: plain values."""
-    device = ddp.device.type
-    if device != "cpu":
-        device = getattr(torch, device).get_device_name(ddp.device)
-    return {"device": device, "threads": torch.get_num_threads(),
-            "cpu": torch.backends.cpu.get_cpu_capability()}
-
-
-def machine_differences(state, ddp) -> str:
-    """Differences from the machine that wrote the checkpoint `state`, if they may change the last
-    bits of results. Text; '' if there are none."""
-    now = {"world_size": ddp.world_size, "torch": str(torch.__version__), **describe_machine(ddp)}
-    then = {"world_size": state.get("world_size"), "torch": state.get("versions", {}).get("torch"),
-            **state.get("machine", {})}
-    differences = []
-    for name, value in now.items():
-        if name in then and then[name] != value:
-            differences.append(f"{name} {then[name]} -> {value}")
-    return ", ".join(differences)
-
-
-# ---------------------------------------------------------------- go on from it
-def rate_of(former, optim, lr_batch) -> tuple[float, int]:
-    """(full learning rate, warm-up steps) of a run: those of its checkpoint, if there is one.
-
-    optim: the config's section. lr_batch: the global batch, or less if the data set is smaller; the
-    rate is scaled to this.
-    Raises: ValueError for a checkpoint with another rate than the same config, data and batch give
-        now."""
-    lr, warmup = scale_for_batch(optim.lr, optim.warmup, optim.scale, lr_batch,
-                                 optim.base_global_batch)
-    path, state = former
-    if state is None:
-        return lr, warmup
-    with using_checkpoint(path):
-        if not math.isclose(state["lr"], lr, rel_tol=1e-6) or state["warmup"] != warmup:
-            raise ValueError(f"{path} has the learning rate {state['lr']:g} and "
-                             f"{state['warmup']:g} steps of warm-up; expected {lr:g} and {warmup}, "
-                             "which the config gives. Give an older checkpoint (--resume), or "
-                             "--fresh to start over.")
-        return state["lr"], state["warmup"]
-
-
-def progress_of(former, seen, initial) -> dict:
-    """Run.progress at the start, or as the checkpoint has it.
-
-    seen: names of the last entries of Totals.sums; their totals over good steps are kept.
-    initial: the script's additions, with initial values."""
-    progress = {"step": 0, "best": None, "bad_evals": 0, "finished": "",
-                "bad_steps": [0, 0],   # nan or infinite: in all, and in a row up to now
-                "seen": dict.fromkeys(seen, 0),
-                **initial}
-    _, state = former
-    if state is None:
-        return progress
-    progress["seen"] = {}   # older checkpoints have none: what they have seen is not known
-    return {name: state.get(name, value) for name, value in progress.items()}
-
-
-def load_weights(former, model) -> None:
-    """Give a model, not yet wrapped in DDP, the weights of the checkpoint, if there is one."""
-    path, state = former
-    if state is not None:
-        with using_checkpoint(path):
-            model.load_state_dict(state["model"])
-
-
-def load_optimizer(run, former) -> None:
-    """Continue with optimizer, scaler and averages of the checkpoint, if there is one.
-
-    Raises: ValueError."""
-    path, state = former
-    if state is None:
-        return
-    with using_checkpoint(path):
-        run.optimizer.load_state_dict(state["optimizer"])
-        check_state(run.optimizer)
-        run.scaler.load_state_dict(state["scaler"])
-        if run.ema is not None:
-            run.ema.load_state_dict(state["ema"])
-
-
-def check_progress(run) -> None:
-    """Refuse a run that is not finished and has no step left to do; forget the best of a run that
-    goes on in another folder, as the file of these weights is in the former one.
-
-    Raises: ValueError."""
-    path = run.continued_from
-    if path is None:
-        return
-    if is_finished(run):
-        if not run.progress["finished"]:   # it stopped early, and n_iters has been lowered since
-            raise ValueError(f"{path} is of step {run.progress['step']:,} of a run that is not "
-                             "finished, and training.n_iters or num_epochs asks for "
-                             f"{run.n_iters:,} steps; expected more.")
-    # Not the parents of the real path: checkpoints/ may be a link to another disk.
-    elif Path(path).absolute().parent.parent.resolve() != run.work_dir.resolve():
-        run.progress["best"] = None
-
-
-def check_state(optimizer) -> None:
+def check_shapes(optimizer) -> None:
     """Raise ValueError for a tensor of the optimizer's state that has not its parameter's shape.
 
     torch's load_state_dict does not compare them: its next step ends with an internal error."""
@@ -358,25 +321,66 @@ def using_checkpoint(path):
                          "checkpoint (--resume), or --fresh to start over.") from None
 
 
+# ---------------------------------------------------------------- on which machine?
+def hash_of(weights, settings="") -> str:
+    """Hash of a state_dict, as text. settings: text of what else decides the model's results."""
+    digest = hashlib.blake2b(settings.encode(), digest_size=8)
+    for name, value in sorted(weights.items()):
+        numbers = value.detach().cpu().float().contiguous().numpy()
+        digest.update(name.encode() + numbers.tobytes())
+    return digest.hexdigest()
+
+
+def describe_machine(ddp) -> dict:
+    """What the last bits of a result depend on, apart from the number of ranks: plain values."""
+    device = ddp.device.type
+    if device != "cpu":
+        device = getattr(torch, device).get_device_name(ddp.device)
+    return {"device": device, "threads": torch.get_num_threads(),
+            "cpu": torch.backends.cpu.get_cpu_capability()}
+
+
+def describe_versions() -> dict:
+    """Versions of what computed a checkpoint."""
+    return {"torch": str(torch.__version__), "python": sys.version.split()[0]}
+
+
+def machine_differences(state, ddp) -> str:
+    """Differences from the machine that wrote the checkpoint `state`, if they may change the last
+    bits of results. Text; '' if there are none."""
+    now = {"world_size": ddp.world_size, "torch": str(torch.__version__), **describe_machine(ddp)}
+    then = {"world_size": state.get("world_size"), "torch": state.get("versions", {}).get("torch"),
+            **state.get("machine", {})}
+    differences = []
+    for name, value in now.items():
+        if name in then and then[name] != value:
+            differences.append(f"{name} {then[name]} -> {value}")
+    return ", ".join(differences)
+
+
 # ---------------------------------------------------------------- saving
-def save_run(run, log, ddp, name, keep_last=1, resumes=True, **more) -> None:
-    """Write checkpoints/NAME: what every script needs to resume, and `more`. A collective."""
-    before_saving(run, log, ddp)
+def save_run(run, log, ddp, name, keep_last=1, **more) -> str:
+    """Write checkpoints/NAME: what every script needs to resume, and `more`. A collective.
+
+    Returns: its path."""
+    before_saving(run, log)
     progress = run.progress
     if run.ema is not None:
         more["ema"] = run.ema.state_dict()
-    save_checkpoint(str(run.work_dir / "checkpoints" / name), ddp, keep_last, resumes,
+    path = str(run.work_dir / "checkpoints" / name)
+    save_checkpoint(path, ddp, keep_last,
                     model=run.bare.state_dict(), optimizer=run.optimizer.state_dict(),
                     scaler=run.scaler.state_dict(), config=config_to_dict(run.config),
                     epoch=progress["step"] // run.steps_per_epoch, micro_batches=run.micro_batches,
-                    lr=run.lr, warmup=run.warmup, data=run.fingerprint,
-                    machine=describe_machine(ddp), **progress, **more)
+                    lr=run.lr, warmup=run.warmup, data=run.fingerprint, world_size=ddp.world_size,
+                    versions=describe_versions(), machine=describe_machine(ddp), **progress, **more)
     run.saved_at = time.monotonic()
+    return path
 
 
-def before_saving(run, log, ddp) -> None:
-    """Check what must hold before weights are written: the folder is still ours and, if the last
-    step was bad, the weights are finite."""
+def before_saving(run, log) -> None:
+    """Check what must hold before weights are written: if the last step was bad, they are
+    finite."""
     log.sync()   # the rows up to this step must be on disk before the checkpoint is
     _, bad_in_a_row = run.progress["bad_steps"]
     if bad_in_a_row and not all(p.isfinite().all() for p in run.bare.parameters()):

@@ -14,6 +14,7 @@ import os
 import sys
 
 from ddp_setup import BAD_INPUT, abort, barrier, print0, setup_ddp
+from ddp_watch import INTERRUPTED
 from training.files import check_writable, write_text_atomic
 from training.launch import start_ranks_if_asked
 
@@ -38,37 +39,20 @@ def run_tool(script, argv, read_arguments, run) -> None:
         args = read_arguments(argv)
         start_ranks_if_asked(args, argv)
         ddp = setup_ddp(args.device, args.backend, args.seed, args.ranks, quiet=True,
-                        timeout=PATIENCE, init_timeout=args.init_timeout, ipex=args.ipex)
+                        timeout=PATIENCE, init_timeout=args.init_timeout)
     except (ValueError, RuntimeError, OSError) as error:
         refuse(script, error)
-    problem = None
-    interrupted = False
     with ddp:
         try:
             run(args, ddp)
-        except (ValueError, OSError) as error:   # BrokenPipeError is an OSError
-            problem = end_of(script, ddp, error)
-        except KeyboardInterrupt:
+        except BrokenPipeError:   # the reader of the output has ended, as in `| head`
             if ddp.world_size > 1:
-                raise   # this ends the other ranks
-            interrupted = True
-    if interrupted:
-        print(f"{script}: interrupted (Ctrl-C)", file=sys.stderr)
-        sys.exit(130)
-    if problem:
-        refuse(script, problem)
-
-
-def end_of(script, ddp, error):
-    """What is left to be told of an error, on one rank: itself, or None. On many, end them all."""
-    if isinstance(error, BrokenPipeError):   # the reader of the output has ended, as in `| head`
-        if ddp.world_size > 1:
-            abort(ddp, "nobody reads the output any longer")
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return None
-    if ddp.world_size > 1:
-        abort(ddp, f"{script}: error: {error}", BAD_INPUT)
-    return error
+                abort(ddp, "nobody reads the output any longer")
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except (ValueError, OSError) as error:
+            abort(ddp, f"{script}: error: {error}", BAD_INPUT)
+        except KeyboardInterrupt:
+            abort(ddp, f"{script}: interrupted (Ctrl-C)", INTERRUPTED)
 
 
 def refuse(script, error):

@@ -80,10 +80,16 @@ check_torch() {   # a module that was not found may load nothing, and end with 0
   fi
 }
 
-show_launch() {   # show_launch NAMES: for DRY_RUN, the launch line and variables that begin so
+show_launch() {   # show_launch NAMES: for DRY_RUN, the launch line and the variables that begin
+  # so, but no keys
+  local name
   printf '%q ' "${launch[@]}" "${training[@]}"
   echo
-  env | grep -E "^($1)_" | sort
+  for name in $(compgen -e); do
+    if [[ $name =~ ^($1)_ && ! $name =~ KEY|TOKEN|SECRET|PASSWORD ]]; then
+      echo "$name=${!name-}"
+    fi
+  done
 }
 
 open_log() {   # open_log ID: from here on, everything printed goes to `log`, logs/CONFIG-ID.log
@@ -133,14 +139,14 @@ train() {   # start the run; if a rank or the pre-flight failed, again in this j
 
 run_preflight() {   # run_preflight LINE: check the machine, unless PREFLIGHT is empty. Sets `code`, and
   # `outcome`: empty if the run can start. LINE: as find_bad_hosts
-  local checks
+  local preflight
   code=0
   outcome=''
-  read -r -a checks <<< "$PREFLIGHT"
-  if [ "${#checks[@]}" = 0 ]; then
+  read -r -a preflight <<< "$PREFLIGHT"
+  if [ "${#preflight[@]}" = 0 ]; then
     return
   fi
-  "${launch[@]}" test_aurora_ddp.py "${checks[@]}" --work_dir "$RUN_DIR" || code=$?
+  "${launch[@]}" "${preflight[@]}" --work_dir "$RUN_DIR" || code=$?
   echo "$(date) the pre-flight ended with $code; cancelled: ${cancelled:-no}"
   case ${cancelled:-no},$code in
     no,0) return ;;
@@ -179,10 +185,11 @@ run_training() {   # sets `code`, and `outcome`: the same, or `killed`
 }
 
 find_bad_hosts() {   # find_bad_hosts LINE: sets `bad`, the hosts that the log names behind this line
-  # by `suspect hosts: n1,n2` or `FAILED: rank 1 of 4 on n1: ...`, and `good`, the other hosts
+  # by `suspect hosts: n1,n2` or `FAILED: rank 1 of 4 on n1: ...` (at the start without `of 4`), and
+  # `good`, the other hosts
   local named host
   named=$(tail -n "+$(($1 + 1))" "$log" | sed -n -e 's/^suspect hosts: //p' \
-    -e 's/^FAILED: rank [0-9]* of [0-9]* on \([^:]*\):.*/\1/p' | tail -n 1)
+    -e 's/^FAILED: rank [0-9]*\( of [0-9]*\)* on \([^:]*\):.*/\2/p' | tail -n 1)
   bad=()
   good=()
   for host in "${hosts[@]}"; do        # with and without a domain

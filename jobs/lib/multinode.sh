@@ -34,16 +34,14 @@ check_settings() {   # check_settings WORD...: sets `python` and the ranks' envi
 }
 
 run_preflight_here() {   # check the machine, unless PREFLIGHT is empty; end with 3 if that fails
-  local checks code=0
-  read -r -a checks <<< "$PREFLIGHT"
-  if [ "${#checks[@]}" = 0 ]; then
+  local preflight
+  read -r -a preflight <<< "$PREFLIGHT"
+  if [ "${#preflight[@]}" = 0 ]; then
     return
   fi
-  "${python[@]}" test_aurora_ddp.py "${ranks[@]}" --master_port $((MASTER_PORT + 1)) "${checks[@]}" ||
-    code=$?
-  case $code in
-    0) ;;
-    2 | 130 | 143) exit "$code" ;;     # its arguments were refused, or a signal has ended it
-    *) exit 3 ;;
-  esac
+  trap 'exit 130' INT       # torchrun ends with 1 after a signal, as after all else
+  trap 'exit 143' TERM
+  "${python[@]}" -m torch.distributed.run "${ranks[@]}" --master_port $((MASTER_PORT + 1)) \
+    "${preflight[@]}" || exit 3
+  trap - INT TERM
 }

@@ -27,7 +27,8 @@ prepare_job() {   # sets `hosts`, `hostfile`, `python`, `training`, and the rank
   split_arguments
   training=("$SCRIPT" --config "$CONFIG" --work_dir "$RUN_DIR" ${arguments[@]+"${arguments[@]}"})
   hostfile=$(mktemp)
-  trap 'rm -f "$hostfile"' EXIT
+  environment=logs/environment.XXXXXX       # a file, once write_environment has written it
+  trap 'rm -f "$hostfile" "$environment"' EXIT
   if [ -z "${DRY_RUN:-}" ]; then
     open_log "${PBS_JOBID%%.*}"
     check_torch
@@ -103,15 +104,20 @@ list_slots() {   # write each host NPROC times into `hostfile`, as mpirun counts
   done > "$hostfile"
 }
 
-list_environment() {   # list_environment NAMES: sets `environment`, NAME=VALUE of the variables that
-  # begin so, of those given by qsub -v, and of those in which programs and libraries are looked for
-  local name
-  environment=()
+write_environment() {   # write_environment NAMES: into the file `environment`, the variables that
+  # begin so, those given by qsub -v, and those in which programs and libraries are looked for
+  local name names=()
   for name in $(compgen -e); do
     if [[ $name =~ ^((PATH|LD_LIBRARY_PATH|PYTHONPATH|TMPDIR)$|($1)_) ]] || was_given "$name"; then
-      environment+=("$name=${!name}")
+      names+=("$name")
     fi
   done
+  echo "variables for the ranks: ${names[*]}"
+  if [ -z "${DRY_RUN:-}" ]; then
+    rm -f "$environment"                      # of the start before
+    environment=$(mktemp logs/environment.XXXXXX)    # mode 600
+    declare -p "${names[@]}" > "$environment"
+  fi
 }
 
 run_job() {   # the job, from the pre-flight to the next job
@@ -180,9 +186,8 @@ check_submission() {   # refuse at the start what no next job could be made from
   if [ -n "$(why_no_chain)" ]; then
     echo "no next job will follow: $(why_no_chain)"
   elif [ -n "$job" ] && ! grep -qs jobs/lib/pbs.sh "${submitted##* }"; then
-    fail "the last word behind qsub, '${submitted##* }', is not the path of this script, from which
-  the next job is made. Give it so, without blanks, and not by 'qsub < FILE'. Or let no next job
-  follow: -v CHAIN=0."
+    fail "the last word behind qsub is not the path of this script, from which the next job is made.
+  Give it so, without blanks, and not by 'qsub < FILE'. Or let no next job follow: -v CHAIN=0."
   elif [ -n "$job" ] && [ "$job_number" = 1 ]; then
     try_submission
   fi

@@ -80,7 +80,7 @@ run_job() {   # the job, from the pre-flight to its end or next start
   if [ -n "${DRY_RUN:-}" ]; then
     prepare_start
     set_launch
-    show_launch 'DDP|NCCL|OMP|WANDB'
+    show_launch 'DDP|NCCL|OMP'
     finish 0
   fi
   watch_for_sigterm

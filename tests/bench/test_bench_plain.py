@@ -17,7 +17,6 @@ from sedd.diffusion import AbsorbingGraph, make_noise, sample as our_sample
 from sedd.model import SEDD, load_official
 from sedd_cases import entries, near, seeded, small_model
 from train_dpo_ddp import Config, prepare
-from training.command_line import prepare_and_train
 
 
 @pytest.mark.parametrize("noise_name", ["loglinear", "geometric"])
@@ -95,8 +94,7 @@ def test_the_plain_step_of_dpo_has_our_loss_and_gradient(tmp_path):
         assert differences[0] < 1e-5 and differences[1] < 1e-4
         assert float(norm_of(steps.policy)) > 0
 
-    prepare_and_train(Ddp(), lambda: prepare(config, Ddp(), tmp_path / "run"),
-                      compare)
+    compare(prepare(config, Ddp(), tmp_path / "run"), Ddp())
 
 
 def test_our_proteinmpnn_draws_what_the_plain_sampler_draws_from_equal_random_numbers(tmp_path):

@@ -14,8 +14,10 @@ import pytest
 
 import ddp_guard
 from ddp_guard import Known, Place
-from launchers import (GRACE, ROOT, ForkedRanks, await_that, clean_environment, fork_ranks,
-                       free_port, read_status, started)
+from ddp_setup import Ddp
+from ddp_watch import lock_folder, watch_run
+from launchers import (GRACE, ROOT, ForkedRanks, await_that, clean_environment, free_port,
+                       read_status, started)
 
 HOST = socket.gethostname()
 
@@ -28,14 +30,14 @@ def guarded(text, folder, *words, before=("-m", "ddp_guard"), env=None, **option
                           timeout=600, **{"stdout": PIPE, "stderr": PIPE, **options})
 
 
-# A rank that tells its guard what ddp_setup.py would.
+# A rank that tells its guard what ddp_watch.py would.
 TELLS = """
 import json, os, signal, sys, time
 pipe = int(os.environ["DDP_GUARD_FD"].partition(":")[0])
 def tell(**message):
     os.write(pipe, json.dumps(message).encode() + b"\\n")
 """
-MET = TELLS + "tell(rank=1, size=3, host='n1')\n"
+BEGUN = TELLS + "tell(rank=1, size=3, host='n1')\n"    # the block of watch_run
 
 
 # ---------------------------------------------------------------- where there is a guard
@@ -100,38 +102,56 @@ else:
 @pytest.mark.parametrize("number, cause", [
     (9, "SIGKILL: out of memory?"), (11, "SIGSEGV"), (7, "SIGBUS: is /dev/shm full?")])
 def test_a_death_by_signal_is_told_with_a_likely_cause(number, cause, tmp_path):
-    done = guarded(f"{MET}os.kill(os.getpid(), {number})\n", tmp_path)
+    done = guarded(f"{BEGUN}os.kill(os.getpid(), {number})\n", tmp_path)
     said = f"\nFAILED: rank 1 of 3 on n1: died without a word ({cause}).\n"
     assert (done.returncode, done.stderr) == (1, said)
 
 
-def test_a_death_before_the_ranks_have_met_is_told_with_the_launchers_number(tmp_path):
+def test_a_death_outside_a_watch_is_told_with_the_launchers_number(tmp_path):
     done = guarded("import os\nos.kill(os.getpid(), 9)\n", tmp_path, env={"PMI_RANK": "5"})
     said = f"\nFAILED: rank 5 on {HOST}: died without a word (SIGKILL: out of memory?).\n"
     assert (done.returncode, done.stderr) == (1, said)
 
 
 def test_the_last_line_of_a_guard_names_the_checkpoint(tmp_path):
-    done = guarded(f"""{MET}
+    done = guarded(f"""{BEGUN}
 tell(saved="Last checkpoint: last.pt (step 7).")
 os.kill(os.getpid(), 9)
 """, tmp_path)
     assert done.stderr.endswith("(SIGKILL: out of memory?). Last checkpoint: last.pt (step 7).\n")
 
 
-def test_a_guard_notes_the_death_of_its_rank_and_keeps_a_failure_that_stands_there(tmp_path):
-    text = f"{MET}tell(run_dir='run', limit=0.0, step=4)\nos.kill(os.getpid(), 9)\n"
-    (tmp_path / "run").mkdir()
-    status = tmp_path / "run" / "status.json"
-    status.write_text('{"code": null, "reason": "running", "step": 0}')
-    done = guarded(text, tmp_path, cwd=tmp_path)
+def dies_where(folder, **status):
+    """The end of a guarded rank of the run "this" that dies at step 4, where status.json holds
+    this."""
+    (folder / "run").mkdir()
+    (folder / "run" / "status.json").write_text(json.dumps(status))
+    return guarded(f"{BEGUN}tell(run_dir='run', run='this', step=4)\nos.kill(os.getpid(), 9)\n",
+                   folder, cwd=folder)
+
+
+def test_a_guard_notes_the_death_of_its_rank(tmp_path):
+    done = dies_where(tmp_path, code=None, reason="running", step=0, run="this")
     noted = read_status(tmp_path / "run")
-    assert (noted["code"], noted["step"]) == (1, 4) and "SIGKILL" in noted["reason"]
+    assert (noted["code"], noted["step"], noted["run"]) == (1, 4, "this")
+    assert "rank 1 of 3 on n1: died without a word (SIGKILL" in noted["reason"]
     assert os.listdir(tmp_path / "run") == ["status.json"] and "FAILED" in done.stderr
-    status.write_text('{"code": 1, "reason": "of rank 2", "step": 3}')
-    done = guarded(text, tmp_path, cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (1, ""), "rank 2, or its guard, has spoken"
-    assert read_status(tmp_path / "run")["reason"] == "of rank 2"
+
+
+def test_a_guard_is_silent_where_a_failure_of_its_run_stands(tmp_path):
+    """Then another rank, or its guard, has spoken."""
+    failure = {"code": 1, "reason": "of rank 2", "step": 3, "run": "this"}
+    done = dies_where(tmp_path, **failure)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert read_status(tmp_path / "run") == failure
+
+
+@pytest.mark.parametrize("code", [1, 70])
+def test_a_failure_of_a_former_run_does_not_silence_a_guard(code, tmp_path):
+    done = dies_where(tmp_path, code=code, reason="of before", step=3, run="former")
+    assert "FAILED: rank 1 of 3 on n1: died" in done.stderr, done.stderr
+    noted = read_status(tmp_path / "run")
+    assert (noted["code"], noted["run"]) == (1, "this") and "died" in noted["reason"]
 
 
 @pytest.mark.parametrize("end, code", [
@@ -141,25 +161,37 @@ def test_a_guard_notes_the_death_of_its_rank_and_keeps_a_failure_that_stands_the
     ("tell(left=True)\nos.kill(os.getpid(), 15)", 143)],
     ids=["SIGTERM", "spoken", "spoken, then aborted", "stopped", "finished", "SIGTERM at the end"])
 def test_a_guard_keeps_silent_where_its_rank_has_spoken_or_others_do(end, code, tmp_path):
-    done = guarded(MET + end, tmp_path)
+    done = guarded(BEGUN + end, tmp_path)
     assert (done.returncode, done.stderr) == (code, "")
 
 
 @pytest.mark.parametrize("end, code", [("os._exit(0)", 1), ("os._exit(3)", 3)])
-def test_a_rank_that_leaves_the_others_without_cleanup_fails(end, code, tmp_path):
-    done = guarded(MET + end, tmp_path)
-    said = rf"FAILED: rank 1 of 3 on n1: left with exit code {end[-2]} without cleanup_ddp\."
-    assert done.returncode == code and re.search(said, done.stderr), done.stderr
+def test_a_process_that_ends_within_its_watch_without_a_word_has_failed(end, code, tmp_path):
+    done = guarded(BEGUN + end, tmp_path)
+    said = f"\nFAILED: rank 1 of 3 on n1: left with exit code {end[-2]} without a word.\n"
+    assert (done.returncode, done.stderr) == (code, said)
 
 
 @pytest.mark.parametrize("code", [0, 2])
-def test_a_script_that_meets_nobody_may_end_as_it_likes(code, tmp_path):
+def test_a_script_without_a_watch_may_end_as_it_likes(code, tmp_path):
     done = guarded(f"import sys\nsys.exit({code})\n", tmp_path)
     assert (done.returncode, done.stderr) == (code, "")
 
 
+def test_a_watch_that_refuses_its_folder_is_told_once(tmp_path):
+    with lock_folder(tmp_path / "run"):
+        done = guarded("""
+from ddp_setup import *
+from ddp_watch import *
+with setup_ddp(quiet=True) as ddp, watch_run(ddp, "run"):
+    print("begun")
+""", tmp_path, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (1, ""), done.stderr
+    assert done.stderr.count("is in use by") == 1 and "FAILED" not in done.stderr, done.stderr
+
+
 def test_a_line_that_is_no_message_does_not_end_a_healthy_rank(tmp_path):
-    done = guarded(f"{MET}os.write(pipe, b'no JSON\\n')\ntell(left=True)\n", tmp_path)
+    done = guarded(f"{BEGUN}os.write(pipe, b'no JSON\\n')\ntell(left=True)\n", tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -170,7 +202,7 @@ def test_a_guard_that_cannot_print_ends_all_the_same(tmp_path, monkeypatch):
         while True:
             os.write(stderr, bytes(4096))
     os.set_blocking(stderr, True)
-    done = guarded(f"{MET}os.kill(os.getpid(), 9)\n", tmp_path, stderr=stderr)
+    done = guarded(f"{BEGUN}os.kill(os.getpid(), 9)\n", tmp_path, stderr=stderr)
     os.close(read)
     os.close(stderr)
     assert done.returncode == 1
@@ -178,7 +210,7 @@ def test_a_guard_that_cannot_print_ends_all_the_same(tmp_path, monkeypatch):
 
 # ---------------------------------------------------------------- the other ranks
 @pytest.mark.parametrize("code, asked", [(2, b"cmd=abort exitcode=2\n"), (0, b"")])
-def test_a_rank_that_fails_before_the_ranks_have_met_has_mpich_end_the_others(
+def test_a_rank_that_fails_outside_a_watch_has_mpich_end_the_others(
         code, asked, tmp_path):
     read, write = os.pipe()
     with contextlib.closing(os.fdopen(read, "rb")) as mpich:
@@ -190,7 +222,7 @@ def test_a_rank_that_fails_before_the_ranks_have_met_has_mpich_end_the_others(
 
 def test_mpich_is_asked_to_end_all_ranks_when_the_rank_has_ended(tmp_path):
     """It hangs if a guard ends before its rank."""
-    (tmp_path / "script.py").write_text(f"""{MET}
+    (tmp_path / "script.py").write_text(f"""{BEGUN}
 os.write(1, f"{{os.getpid()}}\\n".encode())
 tell(limit=0.5, step=3)
 signal.signal(signal.SIGQUIT, signal.SIG_IGN)
@@ -226,32 +258,18 @@ def test_slurm_is_asked_to_end_the_step_of_a_rank_that_fails(end, step, cancelle
     assert "no server" not in done.stderr, "the line FAILED stays the last one"
 
 
-def told_of_its_step(folder, variables, start=""):
-    """What a rank of a step of srun tells its guard. start: what the rank does first."""
-    (folder / "script.py").write_text(f"""
-import os, sys
-{start}
-sys.path.insert(0, {str(ROOT)!r})
-import ddp_setup
-ddp_setup._tell_guard = lambda ddp, **message: print(message)
-ddp_setup._join = lambda *_: sys.exit()
-ddp_setup.setup_ddp()
-""")
-    step = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "3", "SLURM_PROCID": "1", "SLURM_LOCALID": "1",
-            "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
-    done = fork_ranks(1, ["script.py"], folder, {**step, **variables})
-    return done.stdout
-
-
-@pytest.mark.parametrize("pmi", [{}, {"PMI_RANK": "1", "PMI_SIZE": "2"}], ids=["none", "pmi2"])
-def test_a_rank_of_srun_tells_its_step_whatever_pmi_it_has(pmi, tmp_path):
-    assert "'slurm_step': '77.3'" in told_of_its_step(tmp_path, pmi)
-
-
-def test_a_rank_at_a_terminal_has_no_step_that_may_be_cancelled(tmp_path):
+@pytest.mark.parametrize("terminal, step", [(False, "77.3"), (True, "")])
+def test_a_rank_tells_its_step_unless_it_is_at_a_terminal(terminal, step, monkeypatch):
     """A person's shell, in which it runs, may be a task of it: srun -n 4 --pty bash."""
-    at_a_terminal = "os.dup2(os.openpty()[1], 0)"
-    assert "'slurm_step': ''" in told_of_its_step(tmp_path, {}, at_a_terminal)
+    pipe, ranks_end = os.pipe()
+    told = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "3", "SLURM_PROCID": "0",
+            "SLURM_STEP_NUM_TASKS": "1", "DDP_GUARD_FD": f"{ranks_end}:{os.getppid()}"}
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "isatty", lambda _: terminal)
+    with watch_run(Ddp(launcher="Slurm step"), minutes=0):
+        first = os.read(pipe, 1 << 16).splitlines()[0]
+    assert json.loads(first)["slurm_step"] == step
 
 
 def test_a_rank_does_not_outlive_its_guard(tmp_path):
@@ -345,7 +363,7 @@ def test_a_second_ctrl_c_ends_a_rank_that_does_not_heed_the_first(tmp_path):
 
 
 def test_ctrl_c_twice_does_not_change_the_code_of_a_rank_that_has_left(tmp_path):
-    done = guarded(f"{MET}tell(left=True)\n{TWICE}\nsys.exit(75)\n", tmp_path)
+    done = guarded(f"{BEGUN}tell(left=True)\n{TWICE}\nsys.exit(75)\n", tmp_path)
     assert (done.returncode, done.stderr) == (75, "")
 
 
@@ -353,14 +371,14 @@ def test_ctrl_c_twice_does_not_change_the_code_of_a_rank_that_has_left(tmp_path)
 def test_a_sigterm_after_a_good_end_lets_the_rank_finish_what_it_still_writes(code, tmp_path):
     """Such as a profile. Only a failure in status.json means that the launcher ends all."""
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "status.json").write_text(f'{{"code": {code}, "reason": "", "step": 4}}')
-    done = guarded(f"""{MET}
+    (tmp_path / "run" / "status.json").write_text(json.dumps({"code": code, "run": "this"}))
+    done = guarded(f"""{BEGUN}
 import fcntl, termios
 def finish(*_):
     print("written")
     sys.exit({code})
 signal.signal(signal.SIGTERM, finish)
-tell(run_dir="run", limit=0.0, step=4)
+tell(run_dir="run", run="this", step=4)
 tell(left=True)
 while any(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4))):    # the guard has not heard it all
     time.sleep(0.01)
@@ -426,7 +444,7 @@ def test_of_ranks_without_progress_the_late_ones_are_named(rows, late, tmp_path)
 def test_a_rank_whose_guard_or_host_is_silent_is_late(tmp_path, monkeypatch):
     monkeypatch.setattr(ddp_guard, "OTHERS", 0.5)
     known = places(tmp_path, (7, "a", True), (7, "b", False), (6, "a", True))
-    (tmp_path / "stacks" / "rank_1.txt").write_text("n1\n")    # as start_watch leaves it
+    (tmp_path / "stacks" / "rank_1.txt").write_text("n1\n")    # as watch_run leaves it
     assert late_by(known) == [1]
 
 
@@ -438,6 +456,7 @@ sys.path.insert(0, {str(ROOT)!r})
 import ddp_guard
 ddp_guard.supervise()
 from ddp_setup import *
+from ddp_watch import *
 {text}
 """)
     here = {"DDP_WORLD_SIZE": size, "DDP_LOCAL_WORLD_SIZE": size, "MASTER_PORT": free_port(), **env}
@@ -446,14 +465,13 @@ from ddp_setup import *
 
 
 HANGS = """
-ddp = setup_ddp(quiet=True)
-start_watch(ddp, "run", minutes=4 / 60)
 def stuck():
     {stuck}
-for step in range(8):
-    stop_reason(ddp, step)
-    if step == 5 and ddp.rank == 1:
-        stuck()
+with setup_ddp(quiet=True) as ddp, watch_run(ddp, "run", minutes=3 / 60) as watch:
+    for step in range(8):
+        watch.stop_reason(step)
+        if step == 5 and ddp.rank == 1:
+            stuck()
 """
 
 
@@ -467,7 +485,7 @@ def test_a_hang_is_ended_with_the_late_rank_its_step_and_its_place(stuck, place,
         codes = ranks.codes(grace=GRACE)
         text = ranks.err()
     assert codes[0] == 70 and text.count("FAILED: ") == 1, text
-    said = (rf"^FAILED: rank 1 of 3 on {HOST}: no progress for 4 s\. Late: rank 1 on {HOST}, "
+    said = (rf"^FAILED: rank 1 of 3 on {HOST}: no progress for 3 s\. Late: rank 1 on {HOST}, "
             rf"last step 5, {place}.*\. No checkpoint yet\.$")
     assert re.search(said, text, re.M), text
     status = read_status(tmp_path / "run")
@@ -478,7 +496,7 @@ def test_a_hang_is_ended_with_the_late_rank_its_step_and_its_place(stuck, place,
 
 def test_the_guard_of_a_rank_that_was_killed_speaks_before_those_that_lose_it(tmp_path):
     with by_hand(tmp_path, """
-with setup_ddp(quiet=True) as ddp:
+with setup_ddp(quiet=True) as ddp, watch_run(ddp, "run", minutes=0):
     barrier(ddp)
     if ddp.rank == 1:
         os.kill(os.getpid(), 9)
@@ -487,29 +505,29 @@ with setup_ddp(quiet=True) as ddp:
         assert ranks.codes(grace=GRACE)[1] == 1
         assert re.findall("^FAILED: (.*):", ranks.err(), re.M) == [
             f"rank 1 of 3 on {HOST}: died without a word (SIGKILL"], ranks.err()
+        assert "Traceback" not in ranks.err()
+    assert read_status(tmp_path / "run")["code"] == 1
 
 
 def test_without_a_run_folder_a_rank_without_progress_shows_its_stacks_and_ends(tmp_path):
     with by_hand(tmp_path, """
-ddp = setup_ddp(quiet=True)
-start_watch(ddp, minutes=4 / 60)
 def stuck():
     time.sleep(600)
-stuck()
+with setup_ddp(quiet=True) as ddp, watch_run(ddp, minutes=2 / 60):
+    stuck()
 """, 1) as ranks:
         assert ranks.codes() == [70]
         assert "in stuck" in ranks.err()
-        said = f"FAILED: rank 0 of 1 on {HOST}: no progress for 4 s"
+        said = f"FAILED: rank 0 of 1 on {HOST}: no progress for 2 s"
         assert ranks.err().splitlines()[-1].startswith(said), ranks.err()
 
 
 def test_signs_of_progress_keep_a_rank_alive_beyond_the_limit(tmp_path):
     with by_hand(tmp_path, """
-with setup_ddp(quiet=True) as ddp:
-    start_watch(ddp, "run", minutes=4 / 60)
-    until = time.monotonic() + 7
+with setup_ddp(quiet=True) as ddp, watch_run(ddp, "run", minutes=3 / 60):
+    until = time.monotonic() + 5
     while time.monotonic() < until:
-        note_progress(ddp)    # between two steps
+        note_progress()    # between two steps
         time.sleep(0.1)
 """, 1) as ranks:
         assert ranks.codes() == [0], ranks.err()
@@ -517,7 +535,7 @@ with setup_ddp(quiet=True) as ddp:
 
 def test_a_guard_that_was_suspended_with_its_rank_takes_it_for_no_hang(tmp_path):
     """As by Ctrl-Z, or a scheduler."""
-    (tmp_path / "script.py").write_text(f"""{MET}
+    (tmp_path / "script.py").write_text(f"""{BEGUN}
 tell(limit=8.0)
 signal.signal(signal.SIGUSR1, lambda *_: os.write(1, b"seen\\n"))
 os.write(1, b"ready\\n")
@@ -541,21 +559,26 @@ tell(left=True)
         assert guard.wait(60) == 0, guard.stderr.read()
 
 
+NO_PROGRESS = {"code": 70, "reason": "no progress", "step": None, "run": "this"}
+
+
 def test_a_status_of_a_guard_is_on_the_disk_before_it_has_its_name(tmp_path, disk_calls):
     known = Known()
     known.run_dir = str(tmp_path)
+    known.run = "this"
     ddp_guard.write_status(known, 70, "no progress")
     status = tmp_path / "status.json"
     assert disk_calls == [("fsync", status.read_bytes()), ("rename", status)]
-    assert json.loads(status.read_text()) == {"code": 70, "reason": "no progress", "step": None}
+    assert json.loads(status.read_text()) == NO_PROGRESS
 
 
 def test_a_guard_writes_its_status_on_a_full_disk_into_the_old_file(tmp_path):
     (tmp_path / f".status.json.{os.getpid()}.tmp").symlink_to("/dev/full")
     status = tmp_path / "status.json"
-    status.write_text(json.dumps({"code": None, "reason": "running " * 20, "step": None}))
+    status.write_text(json.dumps({**NO_PROGRESS, "code": None, "reason": "running " * 20}))
     known = Known()
     known.run_dir = str(tmp_path)
+    known.run = "this"
     ddp_guard.write_status(known, 70, "no progress")
-    assert json.loads(status.read_text()) == {"code": 70, "reason": "no progress", "step": None}
+    assert json.loads(status.read_text()) == NO_PROGRESS
     assert os.listdir(tmp_path) == ["status.json"]

@@ -2,6 +2,7 @@
 
 The ranks are forked, without a launcher: see test_ddp_launch.py for those."""
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -10,13 +11,18 @@ import sys
 import pytest
 
 from launchers import (GRACE, ROOT, ForkedRanks, clean_environment, fork_ranks, free_port,
-                       own_tracebacks, read_status)
+                       own_tracebacks)
+from training_runs import needs_pretended_device
 
 HEAD = f"""
-import os, signal, sys, time
-sys.path.insert(0, {str(ROOT)!r})
+import os, pickle, signal, sys, threading, time
+sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
+from datetime import timedelta
+import ddp_guard
+ddp_guard.supervise()
 import torch
 from ddp_setup import *
+from ddp_watch import watch_run
 """
 HOST = socket.gethostname()
 
@@ -28,6 +34,14 @@ def script(folder, text):
 
 def run(ranks, text, folder, **env):
     return fork_ranks(ranks, [script(folder, text)], folder, env)
+
+
+def two_ranks(text, folder, ranks=(0, 1), **env):
+    """ForkedRanks of two, or some of them, which nobody ends when one fails."""
+    here = {"DDP_WORLD_SIZE": 2, "DDP_LOCAL_WORLD_SIZE": 2, "MASTER_PORT": free_port(),
+            "DDP_GUARD": 0, **env}
+    places = {rank: {"DDP_RANK": rank, "DDP_LOCAL_RANK": rank, **here} for rank in ranks}
+    return ForkedRanks([script(folder, text)], folder, places)
 
 
 # ---------------------------------------------------------------- collectives
@@ -64,6 +78,37 @@ with setup_ddp(quiet=True) as ddp:
     assert all_sum(tensor, ddp).tolist() == [3.0, 3.0]
     assert tensor.tolist() == [float(ddp.rank)] * 2, "the sum is a new tensor"
     assert all_mean(ddp.rank, ddp) == 1.0 == all_mean(tensor, ddp)[0].item()
+    assert all_mean([1, ddp.rank], ddp) == [1.0, 1.0]
+    assert not all_sum(torch.ones(1, requires_grad=True), ddp).requires_grad
+""", tmp_path)
+    assert (done.returncode, done.stderr) == (0, ""), done.text
+
+
+@needs_pretended_device
+def test_numbers_are_summed_on_devices_that_have_no_float64(tmp_path):
+    done = run(2, """
+from pretended_device import NAME, OnDevice, PretendedDevice
+make = OnDevice.__init__
+def make_without_float64(tensor, values):
+    if values.dtype == torch.float64:
+        raise TypeError("this device has no float64")
+    make(tensor, values)
+OnDevice.__init__ = make_without_float64
+with setup_ddp(quiet=True) as ddp, PretendedDevice():
+    ddp = replace(ddp, device=torch.device(NAME, 0))
+    assert all_sum([0.1, ddp.rank], ddp) == [0.2, 1.0] and all_mean(ddp.rank, ddp) == 0.5
+""", tmp_path)
+    assert (done.returncode, done.stderr) == (0, ""), done.text
+
+
+def test_gradients_are_averaged_over_ranks_in_the_last_micro_step_alone(tmp_path):
+    done = run(2, """
+with setup_ddp(quiet=True) as ddp:
+    model = wrap_ddp(torch.nn.Linear(1, 1), ddp)
+    for last, expected in ((False, ddp.rank + 1.0), (True, 3.0)):    # the sum of two micro-steps
+        with gradient_sync(model, last):
+            model(torch.full((1, 1), ddp.rank + 1.0)).sum().backward()
+        assert model.module.weight.grad.item() == expected
 """, tmp_path)
     assert (done.returncode, done.stderr) == (0, ""), done.text
 
@@ -71,7 +116,7 @@ with setup_ddp(quiet=True) as ddp:
 def test_ranks_know_their_hosts_and_tell_other_libraries_their_place(tmp_path):
     done = run(2, """
 with setup_ddp(quiet=True) as ddp:
-    assert ddp.hosts == (ddp.host, ddp.host) and ddp.on_one_host and ddp.node_rank == 0
+    assert ddp.hosts == (ddp.host, ddp.host) and ddp.on_one_host
     names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
     assert [int(os.environ[name]) for name in names] == [ddp.rank, 2, ddp.rank, 2]
     assert os.environ["MASTER_ADDR"] and os.environ["MASTER_PORT"]
@@ -84,61 +129,96 @@ def test_the_ranks_that_do_not_come_to_a_meeting_are_named_to_those_that_do(tmp_
     done = run(4, """
 with setup_ddp(quiet=True) as ddp:
     if ddp.rank in (1, 3):
-        print(missing_ranks(ddp, "half", 1.0), flush=True)
-    barrier(ddp)
-    assert missing_ranks(ddp, "half, later", 60.0) == []
+        print(wait_for_ranks(ddp, 1.0), flush=True)
+    all_sum(1, ddp)
+    if ddp.rank in (0, 2):    # they come late
+        assert wait_for_ranks(ddp, 60.0) == []
+    assert wait_for_ranks(ddp, 60.0) == []
 """, tmp_path)
     assert (done.returncode, done.stdout) == (0, "[0, 2]\n" * 2), done.text
 
 
-def test_a_barrier_names_the_ranks_that_do_not_come(tmp_path):
-    done = run(3, """
-with setup_ddp(quiet=True) as ddp:
-    barrier(ddp)
+LATE = """
+with setup_ddp(quiet=True, timeout={timeout}) as ddp:
+    barrier(ddp, timeout=60.0)
     if ddp.rank == 1:
         try:
-            barrier(ddp, timeout=1.0)
+            barrier(ddp{limit})
         except RuntimeError as error:
             print(error, flush=True)
-""", tmp_path)
+        ddp.store.set("given_up", "")
+    else:
+        ddp.store.wait(["given_up"], timedelta(seconds=60))
+        barrier(ddp)
+"""
+
+
+def test_a_barrier_names_the_ranks_that_do_not_come(tmp_path):
+    done = run(3, LATE.format(timeout=None, limit=", timeout=1.0"), tmp_path)
     said = "rank(s) 0, 2 of 3 did not come to a barrier within 1 s; expected all\n"
     assert (done.returncode, done.stdout) == (0, said), done.text
 
 
 def test_a_barrier_has_the_limit_that_the_ranks_were_set_up_with(tmp_path):
-    done = run(2, """
-with setup_ddp(quiet=True, timeout=1.5) as ddp:
-    if ddp.is_main:
-        try:
-            barrier(ddp)
-        except RuntimeError as error:
-            print(error, flush=True)
-    missing_ranks(ddp, "the end", 60.0)
-""", tmp_path)
+    done = run(2, LATE.format(timeout=2.0, limit=""), tmp_path)
     assert "did not come to a barrier within 2 s" in done.stdout, done.text
 
 
-@pytest.mark.parametrize("end", ["", "end_watch(ddp, 0, 'done')"])
-def test_who_does_not_come_to_the_end_within_the_limit_of_the_watch_is_named(end, tmp_path):
+def test_the_store_does_not_grow_with_the_barriers(tmp_path):
+    done = run(2, """
+with setup_ddp(quiet=True) as ddp:
+    for _ in range(3):
+        barrier(ddp)
+    before = ddp.store.num_keys()
+    for _ in range(50):
+        barrier(ddp)
+    assert ddp.store.num_keys() < before + 10
+""", tmp_path)
+    assert (done.returncode, done.stderr) == (0, ""), done.text
+
+
+@pytest.mark.parametrize("waiting", [0, 1])
+def test_while_a_rank_waits_in_a_barrier_the_store_of_its_group_answers(waiting, tmp_path):
+    """As for NCCL's watchdog, which tells the other ranks there why one fails."""
     done = run(2, f"""
+make_group = torch.distributed.init_process_group
+def make_noted_group(*values, store, **options):
+    global group_store
+    group_store = store
+    make_group(*values, store=store, **options)
+torch.distributed.init_process_group = make_noted_group
+
+with setup_ddp(quiet=True) as ddp:
+    if ddp.rank == {waiting}:
+        waiter = threading.Thread(target=barrier, args=(ddp, 60.0))
+        waiter.start()
+        time.sleep(0.5)    # it waits
+        group_store.set("told", "")
+        waiter.join()
+    else:
+        group_store.wait(["told"], timedelta(seconds=20))
+        barrier(ddp)
+""", tmp_path)
+    assert (done.returncode, done.stderr) == (0, ""), done.text
+
+
+def test_who_does_not_come_to_cleanup_ddp_is_named(tmp_path):
+    done = run(2, """
 ddp = setup_ddp(quiet=True)
-start_watch(ddp, "run", minutes=4 / 60)
-if ddp.rank == 1:
-    start_watch(ddp, minutes=0)
-{end}
 if ddp.rank == 1:
     time.sleep(600)
-cleanup_ddp(ddp)
+cleanup_ddp(ddp, timeout=1.0)
 """, tmp_path)
-    said = f"FAILED: rank 0 of 2 on {HOST}: rank(s) 1 did not come to cleanup_ddp within 4 s."
-    assert done.returncode == 70 and done.stderr.splitlines()[-1].startswith(said), done.text
-    assert read_status(tmp_path / "run")["code"] == (0 if end else 70)
+    said = (f"[rank 0 of 2 on {HOST}] rank(s) 1 of 2 did not come to cleanup_ddp within 1 s; "
+            "expected all")
+    assert done.returncode == 1 and done.stderr.splitlines()[-1] == said, done.text
 
 
 # ---------------------------------------------------------------- the start
 @pytest.mark.parametrize("device, said", [
-    ("cuda", "error: --device cuda, --backend auto: no cuda device is visible"),
-    ("cpu' if os.environ['RANK'] == '0' else 'cuda", f"error: rank 1, 2 on {HOST}: --device cuda")])
+    ("cuda", "error: asked for device cuda, backend auto: no cuda device is visible"),
+    ("cpu' if os.environ['RANK'] == '0' else 'cuda",
+     f"error: rank 1, 2 on {HOST}: asked for device cuda")])
 def test_a_start_that_cannot_be_is_refused_once_with_code_2(device, said, tmp_path):
     done = run(3, f"""
 try:
@@ -162,6 +242,15 @@ setup_ddp(quiet=True, init_timeout=2.0)
             in done.stderr.splitlines()[-1]), done.text
 
 
+@pytest.mark.parametrize("env, said", [
+    ({}, r"rank 0 cannot be reached at 127.0.0.1:\d+ within 1 s .* Did it start\?"),
+    ({"DDP_LOCAL_RANK": 2}, "says rank 1, local rank 2 of 2; expected 0 to 1")])
+def test_a_rank_that_cannot_start_says_why_though_rank_0_says_nothing(env, said, tmp_path):
+    with two_ranks("setup_ddp(init_timeout=1.0)\n", tmp_path, [1], **env) as ranks:
+        assert ranks.codes(120) == [1]
+        assert re.search(f"SetupError: .*{said}", ranks.err()), ranks.err()
+
+
 def test_ranks_meet_where_only_the_host_of_rank_0_knows_the_number_of_the_job(tmp_path):
     """mpirun starts the ranks of other hosts by ssh, which does not pass PBS_JOBID on."""
     done = run(2, """
@@ -183,15 +272,35 @@ def test_ranks_of_two_members_of_a_job_array_do_not_meet_at_one_port(tmp_path):
         assert 0 not in ranks.codes(100, GRACE), ranks.err()
 
 
-def test_several_ranks_that_would_meet_again_are_told_so_at_once(tmp_path):
+def test_several_ranks_that_would_meet_again_are_refused(tmp_path):
     done = run(2, """
-cleanup_ddp(setup_ddp(quiet=True))
+with setup_ddp(quiet=True):
+    try:
+        setup_ddp(init_timeout=60.0)
+    except SetupError as error:
+        print(error, flush=True)
+try:
+    setup_ddp(init_timeout=60.0)
+except SetupError as error:
+    print("refused", flush=True)
+""", tmp_path)
+    said = "torch.distributed has a process group already, perhaps of another library, or of an"
+    assert (done.returncode, done.stdout.count(said)) == (0, 2), done.text
+    assert done.stdout.count("refused\n") == 2, done.text
+
+
+def test_beside_a_group_of_another_library_no_ranks_are_set_up_and_it_stays(tmp_path):
+    done = run(1, """
+store = torch.distributed.HashStore()
+torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
 try:
     setup_ddp()
 except SetupError as error:
-    print(error, flush=True)
+    print(error)
+torch.distributed.barrier()
+torch.distributed.destroy_process_group()
 """, tmp_path)
-    assert done.returncode == 0 and done.stdout.count("called after cleanup_ddp") == 2, done.text
+    assert done.returncode == 0 and "has a process group already" in done.stdout, done.text
 
 
 STEP_OF_ONE_TASK = {"SLURM_JOB_ID": 77, "SLURM_STEP_ID": 4294967290, "SLURM_PROCID": 0,
@@ -203,7 +312,7 @@ os.write(pipe, b'{"slurm_step": "77.0", "rank": 1, "size": 2}' + bytes([10]))
 
 
 @pytest.mark.parametrize("text, cancelled", [
-    ("setup_ddp(quiet=True)\nsys.exit(1)", False),    # in the shell of salloc
+    ("with setup_ddp(quiet=True) as ddp, watch_run(ddp):\n    sys.exit(1)", False),   # salloc's
     (TELL_THE_GUARD + "sys.exit(1)", True),
     (TELL_THE_GUARD + "os.kill(os.getppid(), 15)\ntime.sleep(60)", False)])
 def test_the_guard_of_one_of_several_ranks_cancels_their_step_unless_slurm_does(
@@ -229,7 +338,7 @@ with setup_ddp(quiet=True) as ddp:
     assert done.stdout.count("cannot write script.py/under/a/file.pt: ") == 2, done.text
 
 
-def test_all_ranks_load_what_rank_0_reads_and_go_back_where_it_is_damaged(tmp_path):
+def test_all_ranks_go_back_to_the_former_checkpoint_where_the_newest_is_damaged(tmp_path):
     done = run(2, """
 with setup_ddp(quiet=True) as ddp:
     for step in 1, 2:
@@ -237,12 +346,11 @@ with setup_ddp(quiet=True) as ddp:
     assert load_checkpoint("last.pt", ddp)["step"] == 2
     barrier(ddp)
     if ddp.is_main:
-        with open("last.pt", "r+b") as file:
-            file.truncate(500)
+        os.truncate("last.pt", 500)
     barrier(ddp)
+    assert newest_checkpoint("last.pt", ddp) == "last-1.pt"
     state = load_checkpoint("last.pt", ddp)
     assert state["step"] == 1 and state["weight"].tolist() == list(range(100))
-    assert (ddp.state.checkpoint, ddp.state.step) == ("last-1.pt", 1)
     if ddp.is_main:
         os.unlink("last-1.pt")
     barrier(ddp)
@@ -252,106 +360,165 @@ with setup_ddp(quiet=True) as ddp:
         print("refused", flush=True)
 """, tmp_path)
     assert (done.returncode, done.stderr) == (0, ""), done.text
-    assert done.stdout.count("Going back to last-1.pt") == 1 and done.stdout.count("refused") == 2
+    assert done.stdout.count("it is damaged") + done.stdout.count("BadZipFile") == 1, done.text
+    assert done.stdout.count("refused") == 2, done.text
+
+
+def test_ranks_that_have_the_file_read_it_themselves(tmp_path):
+    done = run(2, """
+send = torch.distributed.broadcast_object_list
+sent = []
+def note_and_send(values, *more, **options):
+    send(values, *more, **options)
+    sent.append(len(pickle.dumps(values)))
+torch.distributed.broadcast_object_list = note_and_send
+
+with setup_ddp(quiet=True) as ddp:
+    save_checkpoint("last.pt", ddp, weight=torch.arange(100_000.0))
+    assert load_checkpoint("last.pt", ddp)["weight"].tolist() == list(range(100_000))
+    assert max(sent) < 10_000, sent
+""", tmp_path)
+    assert (done.returncode, done.stderr) == (0, ""), done.text
+
+
+ELSEWHERE = """
+with setup_ddp(quiet=True) as ddp:
+    save_checkpoint("last.pt", ddp, weight=torch.arange(100.0))
+    os.makedirs("elsewhere", exist_ok=True)
+    if ddp.rank == 1:    # on another host, say
+        os.chdir("elsewhere")
+        {own}
+"""
+
+
+@pytest.mark.parametrize("own", ["", "save_checkpoint('last.pt', Ddp(), weight=torch.zeros(100))"])
+def test_a_rank_without_the_file_of_rank_0_gets_what_that_holds(own, tmp_path):
+    done = run(2, ELSEWHERE.format(own=own) + """
+    assert load_checkpoint("last.pt", ddp)["weight"].tolist() == list(range(100))
+""", tmp_path)
+    assert (done.returncode, done.stderr) == (0, ""), done.text
+
+
+def test_a_copy_that_is_damaged_on_one_rank_is_refused_on_all(tmp_path):
+    own = """
+        with open("../last.pt", "rb") as file:
+            data = file.read()
+        weight = torch.arange(100.0).numpy().tobytes()
+        with open("last.pt", "wb") as file:
+            file.write(data.replace(weight, bytes(len(weight))))
+"""
+    done = run(2, ELSEWHERE.format(own=own) + """
+    try:
+        load_checkpoint("last.pt", ddp)
+    except ValueError as error:
+        print(error, flush=True)
+""", tmp_path)
+    assert done.stdout.count("it is damaged, the checksum of its record") == 2, done.text
 
 
 # ---------------------------------------------------------------- one fails, all end
-def test_a_rank_that_fails_is_the_one_that_speaks_and_not_those_that_lose_it(tmp_path):
-    done = run(3, """
-with setup_ddp(quiet=True) as ddp:
-    start_watch(ddp, "run")
-    stop_reason(ddp, 3)
-    if ddp.rank == 1:
-        raise ValueError("on purpose")
-    all_sum(1.0, ddp)
-""", tmp_path)
-    assert done.returncode == 1 and done.stderr.count("FAILED: ") == 1, done.text
-    last = f"FAILED: rank 1 of 3 on {HOST}: ValueError: on purpose. No checkpoint yet."
-    assert done.stderr.splitlines()[-1] == last and own_tracebacks(done.stderr) == 1, done.text
-    assert read_status(tmp_path / "run") == {
-        "code": 1, "reason": f"rank 1 of 3 on {HOST}: ValueError: on purpose", "step": 3}
-
-
-@pytest.mark.parametrize("end", ["raise NoBug('the same on all')", "abort(ddp, 'the same on all')"])
-def test_an_error_of_all_ranks_is_told_once(end, tmp_path):
+@pytest.mark.parametrize("end, said", [
+    ("with ddp: raise ValueError('on purpose')", "Traceback (most recent call last):"),
+    ("raise ValueError('on purpose')", "Traceback (most recent call last):"),
+    ("with ddp: sys.exit(1)", "left with exit code 1"),
+    ("with ddp: sys.exit('no data')", "no data"), ("abort(ddp, 'no room')", "no room")])
+def test_a_rank_that_fails_is_the_one_that_speaks_and_not_those_that_lose_it(end, said, tmp_path):
     done = run(3, f"""
-class NoBug(RuntimeError):
-    expected = True
-with setup_ddp(quiet=True) as ddp:
+ddp = setup_ddp(quiet=True)
+if ddp.rank == 1:
     {end}
+all_sum(1.0, ddp)
 """, tmp_path)
-    assert done.returncode == 1 and done.stderr.count("the same on all") == 1, done.text
-    assert done.stderr.splitlines()[-1] == f"FAILED: rank 0 of 3 on {HOST}: the same on all."
+    assert done.returncode == 1 and done.stderr.count("[rank ") == 1, done.text
+    assert f"\n[rank 1 of 3 on {HOST}] {said}\n" in done.stderr, done.text
+    assert done.stderr.count("ValueError: on purpose\n") == own_tracebacks(done.stderr), done.text
+
+
+@pytest.mark.parametrize("end, code", [
+    ("abort(ddp, 'no such file', 2)", 2), ("with ddp: sys.exit(5)", 5),
+    ("with ddp: raise KeyboardInterrupt", 130)])
+def test_an_end_that_has_a_code_keeps_it(end, code, tmp_path):
+    with two_ranks(f"ddp = setup_ddp(quiet=True)\n{end}\n", tmp_path) as ranks:
+        assert ranks.codes() == [code, code], ranks.err()
+
+
+@pytest.mark.parametrize("env, watch", [
+    ({}, ""), ({"DDP_GUARD": 1}, ", watch_run(ddp, 'run')")], ids=["core", "watched"])
+def test_a_rank_says_why_it_fails_though_rank_0_is_frozen(env, watch, tmp_path):
+    """As with a host that died, or whose cable was cut."""
+    with two_ranks(f"""
+with setup_ddp(quiet=True) as ddp{watch}:
+    frozen = gather(os.getpid(), ddp)[0]
+    if ddp.is_main:
+        os.kill(frozen, signal.SIGSTOP)
+    while ") T " not in open(f"/proc/{{frozen}}/stat").read():
+        time.sleep(0.01)
+    raise ValueError("the real cause")
+""", tmp_path, **env) as ranks:
+        assert ranks.codes(60, GRACE)[1] == 1, ranks.err()
+        assert "ValueError: the real cause" in ranks.err(1), ranks.err()
 
 
 def test_where_only_the_loss_of_a_rank_is_known_that_is_told(tmp_path):
     """The rank was killed, and has no guard to say so."""
-    script(tmp_path, """
+    with two_ranks("""
 with setup_ddp(quiet=True) as ddp:
     barrier(ddp)
     if ddp.rank == 1:
         os.kill(os.getpid(), 9)
     all_sum(1.0, ddp)
-""")
-    here = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "DDP_GUARD": 0, "DDP_MPI4PY": 0}
-    with ForkedRanks(["script.py"], tmp_path, {
-            rank: {**here, "RANK": rank, "LOCAL_RANK": rank} for rank in range(2)}) as ranks:
+""", tmp_path) as ranks:
         assert ranks.codes() == [1, -signal.SIGKILL]
-        last = ranks.err().splitlines()[-1]
-    assert last.startswith(f"FAILED: rank 0 of 2 on {HOST}: RuntimeError: "), last
+        said = rf"(?s)\[rank 0 of 2 on {HOST}\] Traceback .*\nRuntimeError: "
+        assert re.search(said, ranks.err()), ranks.err()
 
 
-@pytest.mark.parametrize("folder", ["None", "'run'"])
-def test_an_error_after_the_launchers_sigterm_is_no_news_where_another_rank_has_spoken(
-        folder, tmp_path):
-    done = run(2, f"""
+@pytest.mark.parametrize("fails, cancelled", [(True, "77.0\n"), (False, "")])
+def test_slurm_is_asked_to_end_the_step_of_ranks_of_which_one_fails(fails, cancelled, tmp_path):
+    """srun goes on for an exit code. A program of this name stands for Slurm's."""
+    (tmp_path / "scancel").write_text("#!/bin/sh\necho $* >> cancelled\n")
+    (tmp_path / "scancel").chmod(0o755)
+    step = {"SLURM_JOB_ID": 77, "SLURM_STEP_ID": 0, "SLURM_STEP_NUM_TASKS": 2,
+            "SLURM_STEP_NUM_NODES": 1, "DDP_GUARD": 0,
+            "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "MASTER_PORT": free_port()}
+    path = script(tmp_path, f"""
 with setup_ddp(quiet=True) as ddp:
-    start_watch(ddp, {folder})
-    if ddp.rank == 1 and {folder}:
-        with open("run/status.json", "w") as file:    # as its guard does
-            file.write('{{"code": 1, "reason": "died without a word", "step": 3}}')
-    barrier(ddp)
-    if ddp.rank == 1:
-        os._exit(1)
-    os.kill(os.getpid(), signal.SIGTERM)
-    raise RuntimeError("connection closed by peer")
-""", tmp_path)
-    assert done.returncode == 1 and "FAILED" not in done.stderr, done.text
+    if ddp.rank == 1 and {fails}:
+        raise ValueError("on purpose")
+""")
+    tasks = {rank: {**step, "SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in range(2)}
+    with ForkedRanks([path], tmp_path, tasks) as ranks:
+        assert ranks.codes(grace=GRACE)[1] == fails, ranks.err()
+    calls = tmp_path / "cancelled"
+    assert (calls.read_text() if calls.exists() else "") == cancelled
 
 
-def test_an_error_after_sigterm_is_told_where_no_rank_has_spoken(tmp_path):
+# ---------------------------------------------------------------- one process
+def test_an_exception_that_leaves_the_block_of_one_process_can_be_caught(tmp_path):
     done = run(1, """
-with setup_ddp(quiet=True) as ddp:
-    start_watch(ddp, "run")
-    os.kill(os.getpid(), signal.SIGTERM)
-    raise RuntimeError("no such thing")
+try:
+    with setup_ddp(quiet=True):
+        raise ValueError("of a trial")
+except ValueError as error:
+    print(f"caught {error}")
 """, tmp_path)
-    assert done.returncode == 1 and "RuntimeError: no such thing" in done.stderr, done.text
-    assert read_status(tmp_path / "run")["code"] == 1
+    assert (done.returncode, done.stdout, done.stderr) == (0, "caught of a trial\n", ""), done.text
 
 
-def test_a_rank_that_leaves_without_cleanup_is_told(tmp_path):
-    done = run(2, """
-ddp = setup_ddp(quiet=True)
-if ddp.rank == 0:
-    cleanup_ddp(ddp)
+def test_after_an_exception_of_one_process_all_that_is_to_run_at_its_end_does(tmp_path):
+    done = run(1, """
+import atexit
+atexit.register(print, "at exit")
+try:
+    with setup_ddp(quiet=True):
+        raise ValueError("of a trial")
+finally:
+    print("finally")
 """, tmp_path)
-    said = f"FAILED: rank 1 of 2 on {HOST}: ended without cleanup_ddp. Call it at the end, or use"
-    assert done.returncode == 1 and said in done.stderr, done.text
+    assert (done.returncode, done.stdout) == (1, "finally\nat exit\n"), done.text
+    assert own_tracebacks(done.stderr) == 1, done.text
 
 
-def test_a_forked_child_of_a_rank_ends_without_a_word(tmp_path):
-    done = run(2, """
-with setup_ddp(quiet=True) as ddp:
-    start_watch(ddp)
-    child = os.fork()
-    if child == 0:
-        sys.exit(3)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
-    child = os.fork()
-    if child == 0:
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(60)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
-""", tmp_path)
+def test_one_process_may_end_without_cleanup(tmp_path):
+    done = run(1, "setup_ddp(quiet=True)\n", tmp_path)
     assert (done.returncode, done.stderr) == (0, ""), done.text

@@ -6,20 +6,24 @@ import json
 import os
 import signal
 import socket
+import sys
 import threading
 import time
+import traceback
 
 import pytest
 
-from ddp_setup import (Ddp, SetupError, end_watch, lock_folder, note_progress, setup_ddp,
-                       start_watch, stop_reason, stop_wanted)
+from ddp_setup import STOPPED, Ddp
+from ddp_watch import lock_folder, note_progress, watch_run
 from launchers import ROOT, ForkedRanks, await_that, fork_ranks, own_tracebacks, read_status
 
 HEAD = f"""
 import os, signal, sys, time
 sys.path.insert(0, {str(ROOT)!r})
 from ddp_setup import *
+from ddp_watch import *
 """
+DDP = Ddp(host="n1")    # one process
 
 
 def script(folder, text):
@@ -37,12 +41,10 @@ def running(folder, text, **env):
 
 # ---------------------------------------------------------------- the lock
 HOLD = """
-ddp = setup_ddp(quiet=True)
-start_watch(ddp, "run", minutes=0)
-print("ready", flush=True)
-while not stop_wanted(ddp):
-    time.sleep(0.01)
-end_watch(ddp)
+with setup_ddp(quiet=True) as ddp, watch_run(ddp, "run", minutes=0) as watch:
+    print("ready", flush=True)
+    while not watch.flag():
+        time.sleep(0.01)
 signal.pause()
 """
 
@@ -68,26 +70,31 @@ def test_a_folder_is_free_as_soon_as_its_holder_is_killed(tmp_path):
     with running(tmp_path, HOLD) as holder:
         os.kill(holder.pids[0], signal.SIGKILL)
         assert holder.codes() == [-signal.SIGKILL]
-        start_watch(ddp := Ddp(host="n1"), tmp_path / "run", minutes=0)
-        end_watch(ddp)
-    words = (tmp_path / "run" / "lock").read_text()
+        with watch_run(DDP, tmp_path / "run", minutes=0):
+            words = (tmp_path / "run" / "lock").read_text()
     assert words == f"process {os.getpid()} on n1\n"    # of the last one alone
 
 
-def test_a_folder_is_free_when_the_watch_ends(tmp_path):
+def test_a_folder_is_free_when_the_block_ends(tmp_path):
     with running(tmp_path, HOLD) as holder:
         assert not is_free(tmp_path / "run")
         os.kill(holder.pids[0], signal.SIGUSR1)    # a request to stop
         await_that(lambda: is_free(tmp_path / "run"), 60, lambda: "the folder is still in use")
 
 
+def test_a_process_that_reads_its_own_lock_keeps_the_folder(tmp_path):
+    """As one does that copies its run folder, or uploads it."""
+    with running(tmp_path, HOLD.replace("print", "open('run/lock').read()\n    print")):
+        assert not is_free(tmp_path / "run")
+
+
 def test_a_worker_that_outlives_the_holder_does_not_keep_the_folder(tmp_path):
     with running(tmp_path, """
-start_watch(setup_ddp(quiet=True), "run", minutes=0)
-if os.fork() == 0:
+with setup_ddp(quiet=True) as ddp, watch_run(ddp, "run", minutes=0):
+    if os.fork() == 0:
+        signal.pause()
+    print("ready", flush=True)
     signal.pause()
-print("ready", flush=True)
-signal.pause()
 """) as holder:
         assert not is_free(tmp_path / "run")
         os.kill(holder.pids[0], signal.SIGKILL)    # the worker lives on in its process group
@@ -98,6 +105,7 @@ signal.pause()
 def test_a_file_system_without_locks_is_told_and_keeps_nobody_out(tmp_path, monkeypatch, capsys):
     def no_locks(*_):
         raise OSError(errno.ENOLCK, "No locks available")
+    monkeypatch.setattr(fcntl, "fcntl", no_locks)
     monkeypatch.setattr(fcntl, "lockf", no_locks)
     lock_folder(tmp_path).close()
     said = capsys.readouterr().out
@@ -108,21 +116,23 @@ def test_a_file_system_without_locks_is_told_and_keeps_nobody_out(tmp_path, monk
 REFUSED = """
 with setup_ddp(quiet=True) as ddp:
     try:
-        start_watch(ddp, sys.argv[1])
+        with watch_run(ddp, sys.argv[1], minutes=0):
+            print("begun", flush=True)
     except ValueError as error:
         print(f"refused: {error}", flush=True)
-    assert ddp.state.watch is None, "no watch is on"
 """
 
 
 def test_a_start_in_a_folder_in_use_is_refused_on_all_ranks_and_writes_nothing(tmp_path):
     with running(tmp_path, HOLD) as holder:
+        before = (tmp_path / "run" / "status.json").read_text()
         (tmp_path / "refused").mkdir()
         done = fork_ranks(3, [script(tmp_path / "refused", REFUSED), "run"], tmp_path)
         expected = f"run is in use by process {holder.pids[0]} on"
     assert (done.returncode, done.stdout.count(expected)) == (0, 3), done.text
     assert sorted(os.listdir(tmp_path / "run")) == ["lock", "status.json"]    # of the holder
     assert (tmp_path / "run" / "lock").read_text().startswith(f"process {holder.pids[0]} on")
+    assert (tmp_path / "run" / "status.json").read_text() == before
 
 
 def test_a_folder_that_cannot_be_made_is_refused_on_all_ranks(tmp_path):
@@ -132,176 +142,348 @@ def test_a_folder_that_cannot_be_made_is_refused_on_all_ranks(tmp_path):
 
 
 # ---------------------------------------------------------------- status.json
-def test_a_run_is_on_until_its_watch_ends(tmp_path):
-    ddp = Ddp()
-    start_watch(ddp, tmp_path / "new", minutes=0)
-    assert read_status(tmp_path / "new") == {"code": None, "reason": "running", "step": None}
-    stop_reason(ddp, 3)
-    end_watch(ddp, 75, "because")
-    assert read_status(tmp_path / "new") == {"code": 75, "reason": "because", "step": 3}
+def test_a_run_is_on_until_its_block_ends(tmp_path):
+    with watch_run(DDP, tmp_path / "new", minutes=0) as watch:
+        status = read_status(tmp_path / "new")
+        assert (status["code"], status["reason"], status["step"]) == (None, "running", None)
+        watch.stop_reason(3)
+    assert read_status(tmp_path / "new") == {
+        "code": 0, "reason": "finished", "step": 3, "run": status["run"]}
 
 
-def test_a_new_start_replaces_the_outcome_of_the_one_before_and_leaves_no_other_file(tmp_path):
-    for code in (1, 0):
-        ddp = Ddp()
-        start_watch(ddp, tmp_path, minutes=0)
-        assert read_status(tmp_path)["code"] is None
-        end_watch(ddp, code, "it ended")
-        assert read_status(tmp_path)["code"] == code
+def test_a_script_tells_in_its_own_words_why_it_has_finished(tmp_path):
+    with watch_run(DDP, tmp_path, minutes=0) as watch:
+        watch.reason = "early stop"
+    assert read_status(tmp_path)["reason"] == "early stop"
+
+
+@pytest.mark.parametrize("by_exit", [True, False])
+def test_a_run_that_leaves_its_loop_for_a_request_is_stopped_with_work_left(
+        by_exit, tmp_path, monkeypatch):
+    monkeypatch.setenv("DDP_DEADLINE", str(time.time() - 1))
+    with contextlib.suppress(SystemExit):
+        with watch_run(DDP, tmp_path, minutes=0) as watch:
+            watch.stop_reason(4)
+            if by_exit:
+                sys.exit(STOPPED)
+    status = read_status(tmp_path)
+    assert (status["code"], status["reason"]) == (75, "DDP_DEADLINE is reached")
+
+
+@pytest.mark.parametrize("end, code, reason", [
+    (ValueError("on purpose"), 1, "ValueError: on purpose"), (SystemExit(0), 0, "finished"),
+    (SystemExit(3), 3, "left with exit code 3"), (SystemExit("no data"), 1, "no data"),
+    (KeyboardInterrupt(), 130, "interrupted (Ctrl-C)")], ids=str)
+def test_what_leaves_the_block_of_one_process_is_noted_and_may_be_caught(
+        end, code, reason, tmp_path):
+    with pytest.raises(type(end)) as caught:
+        with watch_run(DDP, tmp_path, minutes=0) as watch:
+            watch.progress(4)
+            raise end
+    status = read_status(tmp_path)
+    assert caught.value is end
+    assert (status["code"], status["reason"], status["step"]) == (code, reason, 4)
+
+
+def test_a_new_run_replaces_the_outcome_of_the_one_before_and_leaves_no_other_file(tmp_path):
+    former = {"run": "none"}
+    for end, code in ((ValueError, 1), (SystemExit, 0)):
+        with contextlib.suppress(end):
+            with watch_run(DDP, tmp_path, minutes=0):
+                assert read_status(tmp_path)["code"] is None
+                assert read_status(tmp_path)["run"] != former["run"]
+                raise end
+        former = read_status(tmp_path)
+        assert former["code"] == code
     assert sorted(os.listdir(tmp_path)) == ["lock", "status.json"]
 
 
-def test_a_watch_that_ends_without_a_code_leaves_the_outcome_as_it_is(tmp_path):
-    ddp = Ddp()
-    start_watch(ddp, tmp_path, minutes=0)
-    end_watch(ddp)
-    assert read_status(tmp_path)["reason"] == "running"
-
-
-def test_the_first_failure_stays(tmp_path):
+def test_the_first_failure_of_a_run_stays(tmp_path):
     """That of a guard, say, whose rank cannot speak; another rank then loses its connection."""
-    ddp = Ddp()
-    start_watch(ddp, tmp_path, minutes=0)
-    first = {"code": 70, "reason": "no progress", "step": 4}
-    (tmp_path / "status.json").write_text(json.dumps(first))
-    end_watch(ddp, 1, "connection closed by peer")
+    with pytest.raises(RuntimeError):
+        with watch_run(DDP, tmp_path, minutes=0):
+            first = {**read_status(tmp_path), "code": 70, "reason": "no progress"}
+            (tmp_path / "status.json").write_text(json.dumps(first))
+            raise RuntimeError("connection closed by peer")
     assert read_status(tmp_path) == first
 
 
-def test_after_the_end_of_the_watch_nothing_is_noted_any_more(tmp_path):
-    ddp = Ddp()
-    start_watch(ddp, tmp_path, minutes=0)
-    end_watch(ddp, 0, "done")
-    stop_reason(ddp, 1)     # begins a watch without a run folder
-    end_watch(ddp, 1, "too late")
-    assert read_status(tmp_path)["reason"] == "done"
-
-
-@pytest.mark.parametrize("code, noted", [(0, False), (75, False), (1, True), (130, True)])
-def test_a_rank_other_than_0_notes_only_a_failure(code, noted, tmp_path):
-    ddp = Ddp()
-    start_watch(ddp, tmp_path, minutes=0)
-    end_watch(Ddp(rank=1, world_size=2, state=ddp.state), code, "it ended")
-    assert (read_status(tmp_path)["code"] == code) == noted
+def test_a_failure_of_another_run_does_not_stay(tmp_path):
+    """A rank may see it for a while where its file system shows what was there before."""
+    with pytest.raises(ValueError):
+        with watch_run(DDP, tmp_path, minutes=0):
+            former = {**read_status(tmp_path), "code": 70, "run": "former"}
+            (tmp_path / "status.json").write_text(json.dumps(former))
+            raise ValueError("on purpose")
+    assert read_status(tmp_path)["reason"] == "ValueError: on purpose"
 
 
 def test_without_a_run_folder_there_is_no_status(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    ddp = Ddp()
-    start_watch(ddp, minutes=0)
-    end_watch(ddp, 0, "done")
+    with watch_run(DDP, minutes=0):
+        pass
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_that_is_taken_later_tells_of_a_request_before(tmp_path):
+    with watch_run(DDP, minutes=0) as watch:
+        signal.raise_signal(signal.SIGTERM)
+        watch.take_folder(tmp_path / "run")
+        assert read_status(tmp_path / "run")["code"] is None
+        assert watch.stop_reason(0) == "SIGTERM on rank 0 (n1)"
+    assert read_status(tmp_path / "run")["code"] == 75
+
+
 def test_a_status_is_on_the_disk_before_it_has_its_name(tmp_path, disk_calls):
-    start_watch(ddp := Ddp(), tmp_path, minutes=0)
     status = tmp_path / "status.json"
-    assert disk_calls[:2] == [("fsync", status.read_bytes()), ("rename", status)]
-    end_watch(ddp)
+    with watch_run(DDP, tmp_path, minutes=0):
+        assert disk_calls[:2] == [("fsync", status.read_bytes()), ("rename", status)]
+
+
+def test_a_second_watch_in_the_block_of_another_is_refused(tmp_path):
+    with watch_run(DDP, tmp_path / "first", minutes=0) as watch:
+        with pytest.raises(RuntimeError, match="inside the block of another watch_run"):
+            watch_run(DDP, tmp_path / "second", minutes=0).__enter__()
+        watch.stop_reason(1)    # the first one is on
+    assert read_status(tmp_path / "first")["code"] == 0
+    assert not (tmp_path / "second").exists()
+
+
+# ---------------------------------------------------------------- what is printed of an end
+def test_the_last_line_of_an_exception_names_rank_and_checkpoint():
+    with pytest.raises(ValueError) as caught:
+        with watch_run(DDP, minutes=0) as watch:
+            watch.saved("last.pt", 7)
+            raise ValueError("on purpose\nMore of it.")
+    assert traceback.format_exception(caught.value)[-1] == (
+        "FAILED: rank 0 of 1 on n1: ValueError: on purpose. Last checkpoint: last.pt (step 7). "
+        "To go on, load_checkpoint it.\n")
+
+
+@pytest.mark.parametrize("text, advise, last", [
+    ("no room?", True, "no room? Last checkpoint: last.pt (step 7). Go on."),
+    ("a story\nof many lines", False, "a story. Last checkpoint: last.pt (step 7).")])
+def test_the_last_line_of_abort_names_the_checkpoint(text, advise, last, tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        with watch_run(DDP, tmp_path, minutes=0) as watch:
+            watch.saved("last.pt", 7, "Go on.")
+            watch.abort(text, 9, advise)
+    said = capsys.readouterr().err
+    assert (end.value.code, said.splitlines()[-1]) == (9, f"FAILED: rank 0 of 1 on n1: {last}")
+    first_line = text.splitlines()[0]
+    assert said.count(first_line) == len(text.splitlines())    # alone it is not told twice
+    status = read_status(tmp_path)
+    assert (status["code"], status["reason"]) == (9, first_line)
+
+
+def test_bad_input_is_told_without_a_last_line(tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        with watch_run(DDP, tmp_path, minutes=0) as watch:
+            watch.abort("no such file", 2)
+    assert (end.value.code, capsys.readouterr().err) == (2, "no such file\n")
+    assert read_status(tmp_path)["code"] == 2
 
 
 # ---------------------------------------------------------------- stacks, and a rank that hangs
-def test_stacks_that_nobody_wrote_leave_no_file(tmp_path):
-    ddp = Ddp()
-    ddp.state.guard = os.open(os.devnull, os.O_WRONLY)
-    start_watch(ddp, tmp_path, minutes=1)
-    assert (tmp_path / "stacks" / "rank_0.txt").exists()
-    note_progress(ddp)
-    end_watch(ddp)
+@pytest.fixture
+def guard(monkeypatch):
+    """A file descriptor of what this process tells its parent, which is taken for its guard."""
+    read, write = os.pipe()
+    monkeypatch.setenv("DDP_GUARD_FD", f"{write}:{os.getppid()}")
+    return read
+
+
+def test_stacks_that_nobody_wrote_leave_no_file(tmp_path, guard):
+    with watch_run(DDP, tmp_path, minutes=1):
+        assert (tmp_path / "stacks" / "rank_0.txt").exists()
+        note_progress()
     assert not (tmp_path / "stacks").exists()
+
+
+def test_code_without_the_watch_gives_signs_of_progress_in_its_block_alone(guard):
+    with watch_run(DDP, minutes=0) as watch:
+        watch.progress(3)
+        os.read(guard, 1 << 16)
+        note_progress()
+        assert json.loads(os.read(guard, 1 << 16)) == {"step": 3}
+    os.read(guard, 1 << 16)
+    note_progress()
+    os.set_blocking(guard, False)
+    with pytest.raises(BlockingIOError):
+        os.read(guard, 1 << 16)
 
 
 @pytest.mark.parametrize("folder", ["None", "'out'"])
 def test_a_rank_without_a_guard_and_without_progress_shows_its_stacks_and_ends(folder, tmp_path):
     done = fork_ranks(1, [script(tmp_path, f"""
-start_watch(setup_ddp(quiet=True), {folder}, minutes=1 / 60)
 def stuck():
     time.sleep(600)
-stuck()
+with setup_ddp(quiet=True) as ddp, watch_run(ddp, {folder}, minutes=1 / 60):
+    stuck()
 """)], tmp_path)
     assert done.returncode == 1 and "in stuck" in done.stderr, done.text
+
+
+IGNORES = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+STUCK = f"""
+import multiprocessing
+import ddp_watch
+ddp_watch.WORKERS = 0.5
+def stuck(number=1):
+    if number == 1:    # the other items of a DataLoader
+        {IGNORES}
+        time.sleep(600)
+    return number
+"""
+
+
+def test_a_child_that_hangs_does_not_keep_python_after_the_block(tmp_path):
+    done = fork_ranks(1, [script(tmp_path, f"""{STUCK}
+with setup_ddp(quiet=True) as ddp, watch_run(ddp, minutes=0):
+    multiprocessing.Process(target=stuck, daemon=True).start()
+    time.sleep(0.5)    # it ignores SIGTERM by now
+""")], tmp_path, timeout=60)
+    assert (done.returncode, done.stderr) == (0, ""), done.text
+
+
+def test_two_workers_of_a_loader_that_hang_do_not_keep_python_after_the_block(tmp_path):
+    done = fork_ranks(1, [script(tmp_path, f"""{STUCK}
+class Items:
+    __len__ = lambda self: 9
+    __getitem__ = lambda self, i: stuck(i > 0)
+with setup_ddp(quiet=True) as ddp, watch_run(ddp, minutes=0):
+    loader = torch.utils.data.DataLoader(Items(), batch_size=None, num_workers=2,
+                                         worker_init_fn=worker_init)
+    batches = iter(loader)    # it lives until Python has ended
+    next(batches)
+""")], tmp_path, timeout=60)
+    assert (done.returncode, done.stderr) == (0, ""), done.text
+
+
+def test_workers_that_heed_sigterm_end_with_python_at_once(tmp_path):
+    done = fork_ranks(1, [script(tmp_path, f"""{STUCK}
+ddp_watch.WORKERS = 600.0
+with setup_ddp(quiet=True) as ddp, watch_run(ddp, minutes=0):
+    loader = torch.utils.data.DataLoader(range(9), batch_size=None, num_workers=2)
+    batches = iter(loader)    # it lives until Python has ended
+    next(batches)
+""")], tmp_path, timeout=60)
+    assert (done.returncode, done.stderr) == (0, ""), done.text
 
 
 # ---------------------------------------------------------------- what asks for a stop
 def test_without_a_request_there_is_no_reason_to_stop(tmp_path, monkeypatch):
     monkeypatch.setenv("DDP_DEADLINE", str(time.time() + 3600))
-    ddp = Ddp()
-    start_watch(ddp, tmp_path)
-    assert stop_reason(ddp, 3) == ""
-    end_watch(ddp)
-
-
-def test_a_deadline_that_has_passed_asks_for_a_stop(monkeypatch):
-    monkeypatch.setenv("DDP_DEADLINE", str(time.time() - 1))
-    ddp = Ddp()
-    assert stop_reason(ddp, 3) == "DDP_DEADLINE is reached"
-    end_watch(ddp)
+    with watch_run(DDP, tmp_path, minutes=0) as watch:
+        assert watch.stop_reason(3) == ""
 
 
 @pytest.mark.parametrize("text", ["soon", "nan", "-60", "3000"])
-def test_a_deadline_that_is_no_time_is_refused_before_the_ranks_meet(text, monkeypatch):
+def test_a_deadline_that_is_no_time_is_refused_before_anything_is_written(
+        text, tmp_path, monkeypatch):
     monkeypatch.setenv("DDP_DEADLINE", text)
-    with pytest.raises(SetupError, match=f"DDP_DEADLINE='{text}' is not a time"):
-        setup_ddp()
+    with pytest.raises(ValueError, match=f"DDP_DEADLINE='{text}' is not a time"):
+        watch_run(DDP, tmp_path / "run").__enter__()
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_stop_file_is_looked_for_in_the_run_folder_wherever_the_script_goes(
         tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    ddp = Ddp()
-    start_watch(ddp, "run")
-    assert stop_reason(ddp, 3) == ""
-    (tmp_path / "run" / "STOP").touch()
-    monkeypatch.chdir("/")
-    expected = f"{tmp_path}/run/STOP exists; remove it before the next start"
-    assert stop_reason(ddp, 4) == expected
-    end_watch(ddp)
+    with watch_run(DDP, "run", minutes=0) as watch:
+        assert watch.stop_reason(3) == ""
+        (tmp_path / "run" / "STOP").touch()
+        monkeypatch.chdir("/")
+        expected = f"{tmp_path}/run/STOP exists; remove it before the next start"
+        assert watch.stop_reason(4) == expected
 
 
-def test_a_new_watch_knows_of_a_request_to_the_one_before():
-    ddp = Ddp()
-    start_watch(ddp)
-    ddp.state.watch.requested = "SIGTERM"
-    start_watch(ddp)
-    assert stop_wanted(ddp) == 1.0
-    end_watch(ddp)
+def test_where_the_caller_has_summed_the_flags_a_rank_waits_for_no_other():
+    watch = watch_run(Ddp(world_size=2), minutes=0)    # of ranks that have not met
+    assert watch.stop_reason(1, flags=0.0) == ""
+
+
+STOPS = """
+with setup_ddp(quiet=True) as ddp, watch_run(ddp, "run", minutes=0) as watch:
+    step = 0
+    reason = ""
+    while not reason:
+        step += 1
+        reason = watch.stop_reason(step)
+        time.sleep(0.01 * ddp.rank)
+        if step == 1:
+            print("ready", flush=True)
+    print(f"{step}: {reason}", flush=True)
+    sys.exit(STOPPED)
+"""
+
+
+@pytest.mark.parametrize("ask, reason", [
+    ("SIGUSR1", "SIGUSR1 on rank 1 "), ("DDP_DEADLINE", "DDP_DEADLINE is reached"),
+    ("STOP", "run/STOP exists")])
+def test_what_asks_one_rank_has_all_stop_after_the_same_step(ask, reason, tmp_path):
+    environments = {}
+    for rank in range(3):
+        environments[rank] = {"DDP_WORLD_SIZE": 3, "DDP_LOCAL_WORLD_SIZE": 3, "DDP_RANK": rank,
+                              "DDP_LOCAL_RANK": rank, "DDP_GUARD": 0}
+    if ask == "DDP_DEADLINE":
+        environments[0]["DDP_DEADLINE"] = time.time() + 3
+    with ForkedRanks([script(tmp_path, STOPS)], tmp_path, environments) as ranks:
+        ranks.wait_for("ready")
+        if ask == "SIGUSR1":
+            os.kill(ranks.pids[1], signal.SIGUSR1)
+        elif ask == "STOP":
+            (tmp_path / "run" / "STOP").touch()
+        assert ranks.codes() == [75, 75, 75], ranks.err()
+        said, = {ranks.out(rank) for rank in range(3)}    # the same
+    status = read_status(tmp_path / "run")
+    assert reason in status["reason"] and said == f"ready\n{status['step']}: {status['reason']}\n"
 
 
 def test_a_watch_leaves_the_handlers_as_they_were_and_no_thread():
     before = signal.getsignal(signal.SIGTERM)
     threads = threading.active_count()
-    ddp = Ddp()
-    start_watch(ddp, signals=["SIGINT"])
-    start_watch(ddp)
-    os.kill(os.getpid(), signal.SIGTERM)
-    await_that(lambda: stop_wanted(ddp), 60, lambda: "SIGTERM was not noticed")
-    assert stop_reason(ddp, 1).startswith("SIGTERM on rank 0")
-    end_watch(ddp)
+    with watch_run(DDP) as watch:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await_that(watch.flag, 60, lambda: "SIGTERM was not noticed")
+        assert watch.stop_reason(1) == "SIGTERM on rank 0 (n1)"
     assert (signal.getsignal(signal.SIGTERM), threading.active_count()) == (before, threads)
+
+
+def test_a_handler_of_a_library_in_c_is_given_back_as_the_default(monkeypatch):
+    """Python cannot tell what it was."""
+    set_handler = signal.signal
+    before = set_handler(signal.SIGUSR1, signal.SIG_IGN)
+    monkeypatch.setattr(signal, "signal", lambda *what: set_handler(*what) and None)
+    with watch_run(DDP, minutes=0, signals=["SIGUSR1"]):
+        pass
+    assert set_handler(signal.SIGUSR1, before) == signal.SIG_DFL
 
 
 def test_signals_that_a_watch_is_not_told_to_handle_are_left_alone():
     before = signal.getsignal(signal.SIGINT)
-    ddp = Ddp()
-    start_watch(ddp, signals=["SIGTERM", "SIGUSR1"])
-    assert signal.getsignal(signal.SIGINT) is before
-    end_watch(ddp)
+    with watch_run(DDP, minutes=0, signals=["SIGTERM", "SIGUSR1"]):
+        assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_ctrl_c_before_the_first_step_ends_the_run_at_once():
+    with pytest.raises(KeyboardInterrupt):
+        with watch_run(DDP, minutes=0):
+            signal.raise_signal(signal.SIGINT)
 
 
 def test_a_second_ctrl_c_raises_KeyboardInterrupt_and_one_that_comes_on_two_ways_does_not(
         monkeypatch):
-    ddp = Ddp()
-    start_watch(ddp)
     now = time.monotonic()
-    with contextlib.ExitStack() as watched:
-        watched.callback(end_watch, ddp)
+    with watch_run(DDP, minutes=0) as watch:
+        watch.stop_reason(1)
         for seconds in (0.0, 0.1):    # from the terminal, and from the launcher
             monkeypatch.setattr(time, "monotonic", lambda at=now + seconds: at)
             signal.raise_signal(signal.SIGINT)
         monkeypatch.setattr(time, "monotonic", lambda: now + 1.0)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-        assert ddp.state.watch.requested.startswith("SIGINT on rank 0")
+        assert watch.stop_reason(2) == "SIGINT on rank 0 (n1)"
 
 
 def test_stop_signals_do_not_end_the_workers_of_a_loader(tmp_path):
@@ -314,89 +496,64 @@ print("alive")
     assert (done.returncode, done.stdout) == (0, "alive\n"), done.text
 
 
-# ---------------------------------------------------------------- checkpoints by time
-# ---------------------------------------------------------------- how a process ends
-def ends(folder, text, ranks=1, **env):
-    """The Result of a script, without a guard, and its last line on stderr."""
-    done = fork_ranks(ranks, [script(folder, text)], folder, env)
-    return done, (done.stderr.splitlines() or [""])[-1]
-
-
+# ---------------------------------------------------------------- the end of several ranks
 HOST = socket.gethostname()
-EXPECTED = "class NoBug(RuntimeError):\n    expected = True\n"
 
 
-@pytest.mark.parametrize("end, code, cause, tracebacks", [
-    ("raise ValueError('on purpose.')", 1, "ValueError: on purpose.", 1),
-    ("raise NoBug('the disk is full. Free some.')", 1, "the disk is full. Free some.", 0),
-    ("raise NoBug('two\\nlines')", 1, "two.", 0),
-    ("sys.exit('no data?')", 1, "no data?", 0), ("sys.exit(5)", 5, "left with exit code 5.", 0),
-    ("raise KeyboardInterrupt", 130, "interrupted (Ctrl-C).", 0),
-    ("abort(ddp, 'no room', 9)", 9, "no room.", 0),
-    ("abort(ddp, 'a story\\nof many lines')", 1, "a story.", 0)])
-def test_the_last_line_names_the_rank_and_the_cause(end, code, cause, tracebacks, tmp_path):
-    done, last = ends(tmp_path, f"""
-{EXPECTED}
-with setup_ddp(quiet=True) as ddp:
-    start_watch(ddp, "run")
-    stop_reason(ddp, 4)
-    {end}
-""")
+def test_a_rank_that_comes_late_to_the_end_of_the_block_is_waited_for(tmp_path):
+    done = fork_ranks(2, [script(tmp_path, """
+with setup_ddp(quiet=True) as ddp, watch_run(ddp, "run", minutes=0):
+    if ddp.rank == 1:
+        time.sleep(1)
+        print(open("run/status.json").read())
+""")], tmp_path)
+    assert done.returncode == 0 and "running" in done.stdout, done.text
+    assert read_status(tmp_path / "run")["code"] == 0
+
+
+def test_a_rank_that_never_comes_to_the_end_of_the_block_is_named(tmp_path):
+    done = fork_ranks(2, [script(tmp_path, """
+with setup_ddp(quiet=True) as ddp, watch_run(ddp, "run", minutes=2 / 60) as watch:
+    while ddp.rank == 1:
+        watch.progress()
+        time.sleep(0.05)
+""")], tmp_path)
+    cause = "rank(s) 1 of 2 did not come to the end of the run within 2 s"
+    expected = f"FAILED: rank 0 of 2 on {HOST}: {cause}. No checkpoint yet."
+    assert done.returncode == 70 and done.stderr.splitlines()[-1] == expected, done.text
+    status = read_status(tmp_path / "run")
+    assert status["code"] == 70 and cause in status["reason"], status
+
+
+@pytest.mark.parametrize("rank, end, code, cause, tracebacks", [
+    (1, "raise ValueError('on purpose.')", 1, "ValueError: on purpose.", 1),
+    (0, "sys.exit(5)", 5, "left with exit code 5.", 0),
+    (1, "watch.abort('a story\\nof many lines', 9)", 9, "a story.", 0)])
+def test_the_rank_at_fault_alone_says_why_all_end(rank, end, code, cause, tracebacks, tmp_path):
+    done = fork_ranks(3, [script(tmp_path, f"""
+with setup_ddp(quiet=True) as ddp, watch_run(ddp, "run", minutes=0) as watch:
+    watch.stop_reason(4)
+    if ddp.rank == {rank}:
+        {end}
+    all_sum(1.0, ddp)    # it fails in the others
+""")], tmp_path)
     assert done.returncode == code, done.text
-    assert last == f"FAILED: rank 0 of 1 on {HOST}: {cause} No checkpoint yet."
+    failed = [line for line in done.stderr.splitlines() if line.startswith("FAILED")]
+    assert failed == [f"FAILED: rank {rank} of 3 on {HOST}: {cause} No checkpoint yet."], done.text
     assert own_tracebacks(done.stderr) == tracebacks, done.text
     status = read_status(tmp_path / "run")
     assert (status["code"], status["step"]) == (code, 4)
-    assert status["reason"].rstrip(".") == cause.rstrip("."), status
+    assert status["reason"].rstrip(".") == f"rank {rank} of 3 on {HOST}: {cause}".rstrip(".")
 
 
-def test_the_last_line_names_the_checkpoint_from_which_the_same_command_goes_on(tmp_path):
-    done, last = ends(tmp_path, """
-with setup_ddp(quiet=True) as ddp:
-    save_checkpoint("last.pt", ddp, step=7)
-    raise ValueError("on purpose")
-""")
-    assert last == (f"FAILED: rank 0 of 1 on {HOST}: ValueError: on purpose. Last checkpoint: "
-                    "last.pt (step 7). To go on, load_checkpoint it.")
-
-
-def test_after_an_error_that_a_person_must_mend_the_same_command_is_not_advised(tmp_path):
-    done, last = ends(tmp_path, """
-def fill(*_):
-    os.symlink("/dev/full", ".full.pt.tmp")
-fill()
-time.sleep = fill     # it is full at the second try too
-with setup_ddp(quiet=True) as ddp:
-    save_checkpoint("last.pt", ddp, step=7)
-    save_checkpoint("full.pt", ddp, step=8)
-""")
-    assert last.endswith("Last checkpoint: last.pt (step 7)."), done.text
-    assert "No space left on device" in last and "Traceback" not in done.stderr
-
-
-def test_bad_input_is_told_without_a_last_line(tmp_path):
-    done, last = ends(tmp_path, "abort(setup_ddp(quiet=True), 'no such file', 2)\n")
-    assert (done.returncode, last) == (2, f"[rank 0 of 1 on {HOST}] no such file")
-
-
-def test_an_error_that_python_has_printed_is_not_printed_again(tmp_path):
-    done, last = ends(tmp_path, "setup_ddp(quiet=True)\nraise ValueError('on purpose')\n")
-    assert done.returncode == 1 and own_tracebacks(done.stderr) == 1, done.text
-    assert last == f"FAILED: rank 0 of 1 on {HOST}: ValueError: on purpose."
-
-
-def test_one_process_may_end_without_cleanup(tmp_path):
-    done, _ = ends(tmp_path, "setup_ddp(quiet=True)\n")
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-@pytest.mark.parametrize("request_, code", [("", 0), ("os.kill(os.getpid(), signal.SIGTERM)", 75)])
-def test_a_script_that_notes_no_outcome_is_finished_or_stopped(request_, code, tmp_path):
-    done, _ = ends(tmp_path, f"""
-with setup_ddp(quiet=True) as ddp:
-    start_watch(ddp, "run")
-    {request_}
-    stop_reason(ddp, 4)
-""")
-    assert done.returncode == 0 and read_status(tmp_path / "run")["code"] == code, done.text
-    assert sorted(os.listdir(tmp_path / "run")) == ["lock", "status.json"]
+def test_a_failure_of_a_former_run_does_not_silence_a_rank_of_this_one(tmp_path):
+    done = fork_ranks(2, [script(tmp_path, """
+with setup_ddp(quiet=True) as ddp, watch_run(ddp, "run", minutes=0):
+    if ddp.rank == 1:
+        with open("run/status.json", "w") as file:    # what its host may still see
+            file.write('{"code": 70, "reason": "of before", "step": 3, "run": "former"}')
+        raise ValueError("on purpose")
+    all_sum(1.0, ddp)
+""")], tmp_path)
+    assert f"FAILED: rank 1 of 2 on {HOST}: ValueError: on purpose." in done.stderr, done.text
+    assert "on purpose" in read_status(tmp_path / "run")["reason"]

@@ -58,7 +58,7 @@ if __name__ == "__main__":
 """
 # A small share of the median speed counts as slow: the ranks share few cores.
 SETTINGS = {"SCRIPT": "driver.py", "CONFIG": "config.yaml", "RUN_DIR": "runs/mine", "NPROC": "2",
-            "CPU_BIND": "list:0:1", "PREFLIGHT": "--preflight --slow 0.01"}
+            "CPU_BIND": "list:0:1", "PREFLIGHT": "jobs/preflight.py --slow 0.01"}
 
 
 # ---------------------------------------------------------------- helpers
@@ -194,6 +194,7 @@ def test_under_slurm_the_run_stops_so_long_before_the_end_of_the_job(save_second
 FAKE_LAUNCHER = """#!/bin/bash
 echo "$DDP_WORLD_SIZE $*" >> "$SITE/launched"
 echo "${DDP_DEADLINE:-}" > "$SITE/deadline"
+echo "${MASTER_ADDR:-}:${MASTER_PORT:-}" >> "$SITE/meetings"
 env > "$SITE/environment"
 read -r status code more <<< "$(sed -n "$(wc -l < "$SITE/launched")p" "$SITE/outcomes")"
 [ ! -e "$SITE/next" ] || echo "submitted before the training ended" >> "$SITE/launched"
@@ -215,6 +216,17 @@ fi
 if [[ $more = cancel || $more = late ]]; then kill -TERM $PPID; fi
 exit "$code"
 """
+# In place of mpirun: Open MPI's, on a host where a rank inherits no variable of the job.
+ELSEWHERE = """#!/bin/bash
+echo "$*" >> "$SITE/launched"
+until [ "$1" = --bind-to ]; do shift; done
+exec env -i PATH=/usr/bin:/bin "${@:3}"
+"""
+# In place of Python: a rank that notes its variables.
+RANK = """#!/bin/bash
+if [ "$1" != -c ]; then env > "${0%/bin/*}/environment"; fi
+"""
+KEYS = {"WANDB_API_KEY": "SECRET1", "HF_TOKEN": "SECRET=2; $x", "MY_PASSWORD": """SECRET"3'"""}
 SITE = """
 module() { echo "$*" >> "$SITE/modules"; }
 conda() { :; }
@@ -281,6 +293,14 @@ class Site:
         for name in ("mpiexec", "mpirun", "srun"):
             self.program(name, FAKE_LAUNCHER)
 
+    def ranks_elsewhere(self):
+        """Let pbs.sh start such; environment() is then a rank's. Returns the settings for it."""
+        self.fake_launcher()
+        self.program("mpirun", ELSEWHERE)
+        self.program("rank", RANK)
+        self.nodes(2)
+        return {"CPU_BIND": None, "NPROC": "", "PYTHON": self.folder / "bin" / "rank"}
+
     def start(self, script, job, on=None, **given):
         """given: what stands behind qsub -v, with the settings of these tests. on: the host."""
         given = {"THREADS": 1, "VENV": "none", **SETTINGS, **given}
@@ -334,7 +354,7 @@ if [ "$1" = show ]; then echo {hosts}; else echo "$*" >> "$SITE/requeued"; fi
         return answer
 
     def environment(self):
-        """The variables that the launcher was last started with."""
+        """The variables that the launcher was last started with, or a rank elsewhere."""
         lines = (self.folder / "environment").read_text().splitlines()
         return dict(line.split("=", 1) for line in lines if "=" in line)
 
@@ -839,9 +859,9 @@ def test_a_checkpoint_of_the_first_start_counts_for_the_chain(script, site, proj
 @ONE_OF_EACH
 def test_a_run_starts_on_the_hosts_that_the_preflight_does_not_suspect(script, site, project):
     site.fake_launcher("- 3 suspect", "- 0", "0 0")
-    assert site.run(script, RETRIES="1", PREFLIGHT="--preflight") == 0, logs(project)
+    assert site.run(script, RETRIES="1", PREFLIGHT="jobs/preflight.py") == 0, logs(project)
     assert ranks_started(site) == [4, 2, 2], logs(project)
-    kinds = ["test_aurora_ddp.py" in line for line in site.launched()]
+    kinds = ["jobs/preflight.py" in line for line in site.launched()]
     assert kinds == [True, True, False]
     if script == "aurora.pbs":
         assert (site.folder / "hosts").read_text() == "hostB\n"
@@ -851,7 +871,8 @@ def test_a_run_starts_on_the_hosts_that_the_preflight_does_not_suspect(script, s
 
 @ONE_OF_EACH
 @pytest.mark.parametrize("preflight, outcomes, code, ranks", [
-    ("", ["null 137 dies:hostA", "0 0"], 0, [2, 2]), ("--preflight", ["- 3 suspect"], 3, [2])])
+    ("", ["null 137 dies:hostA", "0 0"], 0, [2, 2]),
+    ("jobs/preflight.py", ["- 3 suspect"], 3, [2])])
 def test_on_its_only_host_a_run_starts_again_unless_the_preflight_suspects_it(
         script, preflight, outcomes, code, ranks, site, project):
     site.hosts = ["hostA"]
@@ -866,10 +887,9 @@ def test_the_ranks_that_are_left_meet_on_a_host_that_is_left(site, project):
     site.nodes(2)
     site.fake_launcher("1 1 dies:hostA", "0 0")
     assert site.run("pbs.sh", RETRIES="1", CPU_BIND=None) == 0, logs(project)
-    first, second = [dict(word.split("=", 1) for word in line.split() if "=" in word)
-                     for line in site.launched()]
-    assert (first["MASTER_ADDR"], second["MASTER_ADDR"]) == ("hostA", "hostB")
-    assert first["MASTER_PORT"] != second["MASTER_PORT"]
+    meetings = (site.folder / "meetings").read_text().split()
+    (first, first_port), (second, second_port) = [place.split(":") for place in meetings]
+    assert (first, second) == ("hostA", "hostB") and first_port != second_port
     assert (site.folder / "hosts").read_text() == "hostB\nhostB\nhostC\nhostC\n"
 
 
@@ -901,7 +921,7 @@ def test_the_next_job_knows_its_number_in_the_chain(site, project):
 def test_a_host_that_the_preflight_suspects_is_left_out_of_the_next_start_if_asked(
         given, requests, site, project):
     site.fake_launcher("- 3 suspect")
-    assert site.run_slurm(PREFLIGHT="--preflight", **given) == 3, logs(project)
+    assert site.run_slurm(PREFLIGHT="jobs/preflight.py", **given) == 3, logs(project)
     requeued = site.folder / "requeued"
     assert (requeued.read_text() if requeued.exists() else "") == requests, logs(project)
 
@@ -912,13 +932,13 @@ def test_a_host_that_the_preflight_suspects_is_left_out_of_the_next_start_if_ask
     ("- 3 suspect", {"REQUEUE": "0"}, "REQUEUE is 0")])
 def test_a_job_says_why_no_host_is_left_out(outcome, given, why, site, project):
     site.fake_launcher(outcome)
-    assert site.run_slurm(PREFLIGHT="--preflight", EXCLUDE="1", **given) == 3, logs(project)
+    assert site.run_slurm(PREFLIGHT="jobs/preflight.py", EXCLUDE="1", **given) == 3, logs(project)
     assert not site.goes_on() and why in logs(project)
 
 
 def test_a_pbs_job_names_the_hosts_that_the_preflight_suspects(site, project):
     site.fake_launcher("- 3 suspect")
-    assert site.run("aurora.pbs", PREFLIGHT="--preflight") == 3, logs(project)
+    assert site.run("aurora.pbs", PREFLIGHT="jobs/preflight.py") == 3, logs(project)
     assert "no next job: the pre-flight suspects hostA" in logs(project)
     assert not site.goes_on()
 
@@ -938,17 +958,22 @@ def test_a_job_on_polaris_without_the_plugin_says_that_sockets_are_used(site, pr
     assert "NCCL_NET" not in site.environment()
 
 
-def test_a_job_of_any_pbs_site_gives_its_ranks_slots_and_variables(site, project):
+def test_a_job_of_any_pbs_site_gives_its_ranks_slots(site, project):
     site.fake_launcher("75 75")
     site.nodes(2)
-    assert site.run("pbs.sh", CPU_BIND=None, NPROC="", WANDB_MODE="online") == 75, logs(project)
+    assert site.run("pbs.sh", CPU_BIND=None, NPROC="") == 75 and site.goes_on(), logs(project)
     assert (site.folder / "hosts").read_text() == "hostA\nhostA\nhostB\nhostB\n"
-    launched, = site.launched()
-    words = dict(word.split("=", 1) for word in launched.split() if "=" in word)
-    deadline = (site.folder / "deadline").read_text().strip()
-    wanted = {"DDP_WORLD_SIZE": "4", "DDP_DEADLINE": deadline, "MASTER_ADDR": "hostA",
-              "MASTER_PORT": "20101", "OMP_NUM_THREADS": "1", "WANDB_MODE": "online"}
-    assert wanted.items() <= words.items() and site.goes_on(), launched
+
+
+def test_a_job_of_any_pbs_site_gives_ranks_on_other_hosts_what_it_sets(site, project):
+    started = time.time()
+    given = site.ranks_elsewhere()
+    assert site.run("pbs.sh", WANDB_MODE="online", **given) == 0, logs(project)
+    found = site.environment()
+    wanted = {"DDP_WORLD_SIZE": "4", "MASTER_ADDR": "hostA", "MASTER_PORT": "20101",
+              "OMP_NUM_THREADS": "1", "TMPDIR": "/tmp", "WANDB_MODE": "online"}
+    assert wanted.items() <= found.items(), found
+    assert int(found["DDP_DEADLINE"]) > started
 
 
 def test_more_ranks_than_pbs_has_slots_for_are_refused(site, project):
@@ -969,14 +994,27 @@ def test_a_host_with_fewer_slots_than_the_first_one_is_named(site, project):
     ({"MY_OWN": "a=b, c"}, True), ({"GLOO_SOCKET_IFNAME": "hsn0"}, False)])
 def test_variables_that_are_no_settings_reach_ranks_on_other_hosts(given, qstat_answers, site,
                                                                    project):
-    """Open MPI, which reaches those by ssh, passes only what stands in the launch line."""
-    site.fake_launcher("0 0")
-    site.nodes(2)
+    more = site.ranks_elsewhere()
     if not qstat_answers:
         site.program("qstat", "#!/bin/bash\nexit 1\n")
-    assert site.run("pbs.sh", CPU_BIND=None, WALLTIME="1:00:00", **given) == 0, logs(project)
-    (name, value), = given.items()
-    assert f" {name}={value} " in site.launched()[0]
+    assert site.run("pbs.sh", WALLTIME="1:00:00", **more, **given) == 0, logs(project)
+    assert given.items() <= site.environment().items()
+
+
+@pytest.mark.parametrize("script", [*PBS_SCRIPTS, "slurm.sh"])
+def test_ranks_get_keys_that_no_command_line_or_output_shows(script, site, project):
+    """The launchers of the others pass all of their own variables."""
+    site.fake_launcher("75 75")
+    more = site.ranks_elsewhere() if script == "pbs.sh" else {}
+    site.run(script, **more, **KEYS)
+    assert KEYS.items() <= site.environment().items(), logs(project)
+    dry_run = bash(project, f"jobs/{script}", DRY_RUN=2, HOME=site.folder / "home",
+                   **{**SETTINGS, **KEYS, "DDP_TOKEN": "SECRET4"})
+    assert dry_run.returncode == 0 and "DDP_WORLD_SIZE=4" in dry_run.stdout, dry_run.text
+    submitted = site.folder / "next"
+    words = json.loads(submitted.read_text())["words"] if submitted.exists() else []
+    assert "SECRET" not in "\n".join([*site.launched(), *words, dry_run.text, site.printed,
+                                      logs(project)])
 
 
 def test_intel_mpi_under_pbs_puts_ranks_that_follow_each_other_on_one_host(site, project):
@@ -1008,7 +1046,7 @@ def test_a_preflight_whose_launcher_does_not_start_says_that_nothing_was_checked
     site.fake_launcher("- 1")
     for name in ("mpiexec", "srun"):
         site.program(name, f"#!/bin/bash\necho '{printed}'\nexit 1\n")
-    assert site.run(script, PREFLIGHT="--preflight") == 3, logs(project)
+    assert site.run(script, PREFLIGHT="jobs/preflight.py") == 3, logs(project)
     assert ("nothing was checked" in logs(project)) == says_so
 
 
@@ -1046,14 +1084,14 @@ def test_a_job_says_that_only_its_owner_can_read_what_it_writes(site, project):
 
 def test_a_signal_of_slurm_during_the_preflight_is_no_failure_of_the_machine(site, project):
     site.fake_launcher("- 138 old")
-    assert site.run_slurm(PREFLIGHT="--preflight") == 75, logs(project)
+    assert site.run_slurm(PREFLIGHT="jobs/preflight.py") == 75, logs(project)
     assert len(site.launched()) == 1 and not site.goes_on()
 
 
 @ONE_OF_EACH
 def test_nothing_is_trained_after_a_job_was_cancelled_during_the_preflight(script, site, project):
     site.fake_launcher("- 0 cancel")
-    assert site.run(script, PREFLIGHT="--preflight") == 143, logs(project)
+    assert site.run(script, PREFLIGHT="jobs/preflight.py") == 143, logs(project)
     assert len(site.launched()) == 1 and not site.goes_on()
 
 
@@ -1061,9 +1099,9 @@ def test_nothing_is_trained_after_a_job_was_cancelled_during_the_preflight(scrip
 def test_nothing_is_trained_after_a_preflight_that_failed(script, site, project):
     for ends, code in ((143, 3), (2, 2)):      # 2: its arguments were refused
         site.fake_launcher(f"- {ends}")
-        assert site.run(script, PREFLIGHT="--preflight --slow 0.1") == code, logs(project)
+        assert site.run(script, PREFLIGHT="jobs/preflight.py --slow 0.1") == code, logs(project)
         launched, = site.launched()
-        assert "test_aurora_ddp.py --preflight --slow 0.1 --work_dir runs/mine" in launched
+        assert "jobs/preflight.py --slow 0.1 --work_dir runs/mine" in launched
         assert not site.goes_on()
 
 
@@ -1171,7 +1209,7 @@ def test_after_a_killed_rank_a_slurm_job_goes_on_without_its_host(slurm, project
 
 @pytest.mark.slow
 def test_slurm_leaves_a_suspected_host_out_of_the_next_start(slurm, project):
-    (project / "test_aurora_ddp.py").write_text(
+    (project / "jobs" / "preflight.py").write_text(
         "import os, sys\nprint('suspect hosts:', os.environ['SLURMD_NODENAME'])\nsys.exit(3)\n")
     one = ["--nodes=1", "--ntasks-per-node=1"]
     with SlurmJob(project, one, EXCLUDE="1", NPROC="1") as job:
@@ -1316,7 +1354,7 @@ while :; do sleep 0.1; done
         os.killpg(running.process.pid, getattr(signal, name))      # as a terminal does
         result = running.wait(600)
     asked, = (project / "asked").read_text().splitlines()
-    assert result.returncode != 0 and asked.startswith("test_aurora_ddp.py"), result.text
+    assert result.returncode != 0 and asked.endswith("jobs/preflight.py --slow 0.01"), result.text
 
 
 @pytest.mark.slow
@@ -1341,26 +1379,59 @@ def test_torchrun_on_two_hosts_stops_at_a_signal_to_one_and_goes_on_by_the_same_
     assert len(written) == 2 and f"step {STEPS}/{STEPS}" in written[-1].read_text()
 
 
+# Run a command on a host, which gets none of our variables, as by ssh.
+SSH = """#!/bin/bash
+exec env -i HOME="$HOME" PATH=/usr/bin:/bin MARK="$MARK" HOST_SHELL "$@"
+"""
 # How each MPI reaches the other host, as its own variables say it.
 REACH = """#!/bin/bash
-export HYDRA_LAUNCHER=rsh HYDRA_LAUNCHER_EXEC=HOST_SHELL PRTE_MCA_plm_ssh_agent=HOST_SHELL
-export I_MPI_HYDRA_BOOTSTRAP=rsh I_MPI_HYDRA_BOOTSTRAP_EXEC=HOST_SHELL PATH=$(dirname MPIRUN):$PATH
+export HYDRA_LAUNCHER=rsh HYDRA_LAUNCHER_EXEC=$SITE/bin/ssh PRTE_MCA_plm_ssh_agent=$SITE/bin/ssh
+export I_MPI_HYDRA_BOOTSTRAP=rsh I_MPI_HYDRA_BOOTSTRAP_EXEC=$SITE/bin/ssh
+export PATH=$(dirname MPIRUN):$PATH
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 exec MPIRUN "$@"
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["mpich", "openmpi", "intel"])
-def test_the_launch_line_of_any_pbs_site_starts_ranks_on_two_hosts(launcher, site, two_hosts,
-                                                                   project, reference):
-    need(launcher)
-    (project / "slow").unlink()
-    mpirun = Path(launchers.command(launcher, 1, ["any"])[0])
-    text = REACH.replace("HOST_SHELL", str(launchers.HOST_SHELL))
-    site.program("mpirun", text.replace("MPIRUN", str(mpirun.with_name("mpirun"))))
+@pytest.fixture(params=["mpich", "openmpi", "intel"])
+def mpi_site(request, site, two_hosts):
+    """A Site whose mpirun, one of each MPI, starts ranks on hostA and hostB."""
+    need(request.param)
+    mpirun = Path(launchers.command(request.param, 1, ["any"])[0])
+    site.program("mpirun", REACH.replace("MPIRUN", str(mpirun.with_name("mpirun"))))
+    ssh = SSH.replace("HOST_SHELL", str(launchers.HOST_SHELL))
+    site.program("ssh", ssh.replace("MARK", launchers.MARK))
     site.nodes(2)
-    with site.start("pbs.sh", "101.site", on="hostA", PREFLIGHT="", NPROC="") as job:
+    return site
+
+
+@pytest.mark.slow
+def test_ranks_on_two_hosts_get_keys_that_no_command_line_shows(mpi_site, project):
+    (project / "driver.py").write_text("""
+import json, os, pathlib, socket, time
+time.sleep(1)    # in which the test sees its command line
+pathlib.Path(f"{socket.gethostname()}-{os.getpid()}.rank").write_text(json.dumps(dict(os.environ)))
+""")
+    seen = set()
+    with mpi_site.start("pbs.sh", "101.site", on="hostA", PREFLIGHT="", NPROC="", **KEYS) as job:
+        def ended():
+            seen.update(map(launchers.command_of, job.pids()))
+            return job.process.poll() is not None
+        await_that(ended, 300, lambda: logs(project))
+        result = job.wait(60)
+    assert result.returncode == 0 and result.leftover == [], result.text + logs(project)
+    ranks = sorted(project.glob("*.rank"))
+    assert [path.name[:5] for path in ranks] == ["hostA", "hostA", "hostB", "hostB"]
+    for path in ranks:
+        assert KEYS.items() <= json.loads(path.read_text()).items(), path
+    assert any(" driver.py " in command for command in seen), seen
+    assert "SECRET" not in "\n".join([*seen, result.text, logs(project)])
+
+
+@pytest.mark.slow
+def test_the_launch_line_of_any_pbs_site_starts_ranks_on_two_hosts(mpi_site, project, reference):
+    (project / "slow").unlink()
+    with mpi_site.start("pbs.sh", "101.site", on="hostA", PREFLIGHT="", NPROC="") as job:
         result = job.wait(timeout=400)
     text = logs(project)
     assert result.returncode == 0 and result.leftover == [], result.text + text

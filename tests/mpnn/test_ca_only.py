@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 import sample_proteinmpnn
 import score_mutations
+import train_dpo_ddp
 from mpnn.demo import demo_pairs
 from mpnn.model import (ca_frames, ca_orientation, from_checkpoint, quaternion,
                         random_proteinmpnn, to_checkpoint)
@@ -16,7 +17,7 @@ from mpnn.pairs import read_pairs
 from proteins.structures import NAMES, read_structure
 from mpnn_cases import ABSENT, BACKBONE, Atoms, changed, refusal, write
 from ddp_setup import Ddp
-from train_dpo_ddp import Config, prepare, train
+from train_dpo_ddp import Config
 from training.config import load_config
 from training.command_line import prepare_and_train
 from training_runs import losses, one_thread, same_run      # noqa: F401 (the fixture one_thread)
@@ -225,8 +226,7 @@ def tune(weights, files, demo):
             f"data.train_data={pairs}", f"model.base_model_dir={weights}",
             "model.base_model_name=ca", f"training.n_iters={steps}", "training.log_freq=1",
             "optim.lr=1e-3", "optim.warmup=0", "data.val_fraction=0", "monitoring.n_designs=0"])
-        ddp = Ddp()
-        prepare_and_train(ddp, lambda: prepare(config, ddp, files / name), train)
+        prepare_and_train(train_dpo_ddp, config, Ddp(), files / name)
         return files / name
 
     return run

@@ -9,11 +9,12 @@ import torch
 
 import pairs_from_scores
 import sample_proteinmpnn
+import train_dpo_ddp
 from ddp_setup import Ddp
 from mpnn.demo import PHI_PSI, build_backbone
 from mpnn.model import random_proteinmpnn, to_checkpoint
 from mpnn_cases import Atoms
-from train_dpo_ddp import Config, prepare, train
+from train_dpo_ddp import Config
 from training.config import load_config
 from training.command_line import prepare_and_train
 from training_runs import words
@@ -67,8 +68,7 @@ def test_after_a_turn_of_the_loop_designs_score_higher(structures, tmp_path):
                                    "--margin", "1"]) == 0
     config = load_config(Config, None, words(
         SETTINGS, model__base_model_dir=tmp_path, data__train_data=tmp_path / "pairs.json"))
-    ddp = Ddp()
-    prepare_and_train(ddp, lambda: prepare(config, ddp, tmp_path / "run"), train)
+    prepare_and_train(train_dpo_ddp, config, Ddp(), tmp_path / "run")
     after = draw(tmp_path / "run" / "latest_model.pt", structures, tmp_path / "after")
     gains = [mean_charge(after, structure) - mean_charge(before, structure)
              for structure in ("helix", "strand")]

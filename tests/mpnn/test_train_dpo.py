@@ -34,7 +34,7 @@ from mpnn_cases import Atoms
 import mpnn.dpo
 from mpnn.dpo import ProteinMPNNScorer, native_kl, native_pairs, pair_scores
 from train_dpo_ddp import (Config, Loss, MicroBatchDataset, describe_plan, micro_batch_loss,
-                           objective, preference_loss, prepare, read_arguments, train)
+                           objective, preference_loss, prepare, read_arguments)
 from training.loop import MicroBatchSampler
 from dpo.pair_plan import PairPlan
 from dpo.reference import Reference
@@ -42,7 +42,7 @@ from dpo.scorer import Base, Likelihoods
 from dpo.validation import Validation
 from training_runs import (  # noqa: F401 (the fixture one_thread)
     ROOT, assert_refused, command_lines, driver, equal, gradients, on_ranks, one_thread, rows,
-    same_run, timeless, words)
+    same_run, timeless, train_ready, words)
 
 SCRIPT = ROOT / "train_dpo_ddp.py"
 DEMO = ROOT / "configs" / "dpo_demo.yaml"
@@ -58,8 +58,7 @@ def tiny(**more):
 
 
 def run(config, work_dir, **options):
-    ddp = Ddp()
-    return prepare_and_train(ddp, lambda: prepare(config, ddp, work_dir, **options), train)
+    return prepare_and_train(train_dpo_ddp, config, Ddp(), work_dir, **options)
 
 
 def best_of(work_dir):
@@ -534,7 +533,7 @@ def test_a_run_saves_the_step_after_which_it_is_asked_to_stop(tmp_path, monkeypa
         return show(*arguments)
 
     monkeypatch.setattr(train_dpo_ddp, "report_step", be_asked)
-    train(ready, Ddp())
+    train_ready("dpo", ready)
     assert load_checkpoint(str(tmp_path / "checkpoints" / "last.pt"))["step"] == 2
 
 

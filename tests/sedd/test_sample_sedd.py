@@ -10,6 +10,7 @@ import torch
 
 from launchers import ROOT, fork_ranks
 from ddp_setup import Ddp
+import ddp_setup
 import sample_sedd
 from sample_sedd import (cli, in_groups, like_lengths, reshape_choice, sample_sequences,
                          scaffold_templates, score_sequences)
@@ -20,7 +21,6 @@ from proteins.letters import AMINO_ACIDS, N_TOKENS, encode
 from sedd.variants import (batches_by_places, predict_letters, residue_scores, score_proteins,
                            variant_scores)
 from training_runs import needs_pretended_device, on_ranks
-from training import tool
 from training_runs import one_thread  # noqa: F401 (a fixture for all)
 
 @pytest.fixture(scope="module")
@@ -400,25 +400,19 @@ def test_samples_come_with_a_report(checkpoint, tmp_path, capsys, extras):
 
 
 def test_the_report_is_made_before_the_ranks_leave(checkpoint, tmp_path, monkeypatch, capsys):
-    """After that a guard ends the process within two minutes, and the report would be lost."""
-    ranks = []
-    had_left = []
+    """They wait for it longer than cleanup_ddp does."""
+    events = []
     (tmp_path / "ref.fasta").write_text(">a\nMKTAYIAKQRQISFVKSHFSRQ\n")
-    set_up = tool.setup_ddp
-
-    def set_up_and_note(*arguments, **more):
-        ranks.append(set_up(*arguments, **more))
-        return ranks[-1]
 
     def report(samples, reference, picture):
-        had_left.append(ranks[-1].state.clean)
+        events.append("report")
         return "a report"
 
-    monkeypatch.setattr(tool, "setup_ddp", set_up_and_note)
+    monkeypatch.setattr(ddp_setup, "cleanup_ddp", lambda ddp: events.append("left"))
     monkeypatch.setattr(sample_sedd, "report", report)
     cli([str(checkpoint), "--steps", "1", "--length", "9", "--report", str(tmp_path / "ref.fasta"),
          "--out", str(tmp_path / "new.fasta")])
-    assert had_left == [False] and "a report" in capsys.readouterr().err
+    assert events == ["report", "left"] and "a report" in capsys.readouterr().err
 
 
 def test_a_reference_without_residues_is_refused(checkpoint, tmp_path, capsys):

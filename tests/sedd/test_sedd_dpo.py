@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import sample_sedd
+import train_dpo_ddp
 from ddp_setup import Ddp
 from sedd.pairs import SequencePair, groups_of, read_pairs
 from sedd.kind import SeddKind
@@ -16,7 +17,7 @@ from proteins.letters import AMINO_ACIDS, encode
 from sedd.weights import load_sedd
 from sedd_cases import NOISE, SIZES, write_checkpoint
 from train_dpo_ddp import (Config, MicroBatchDataset, check_config, describe_plan,
-                           micro_batch_loss, objective, prepare, train)
+                           micro_batch_loss, objective, prepare)
 from training.config import load_config
 from training.command_line import prepare_and_train
 from training.loop import MicroBatchSampler
@@ -64,8 +65,7 @@ def settings(folder, **more):
 
 
 def run(config, work_dir, **options):
-    ddp = Ddp()
-    return prepare_and_train(ddp, lambda: prepare(config, ddp, work_dir, **options), train)
+    return prepare_and_train(train_dpo_ddp, config, Ddp(), work_dir, **options)
 
 
 def scorer_of(config, ddp=Ddp()):

@@ -9,7 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from training import fast_linear
 from sedd_cases import CASES, entries, near, seeded, small_batch, small_model
-from sedd.diffusion import AbsorbingGraph, UniformGraph, make_graph, score_entropy_loss
+from sedd.diffusion import (AbsorbingGraph, UniformGraph, make_graph, make_noise, sample,
+                            sample_scheduled, score_entropy_loss)
 from sedd.fast_cpu import FastSEDD
 from sedd.model import EMA, SEDD, flops_per_position, load_official
 from training.config import CommonOptim
@@ -243,6 +244,25 @@ def test_tokens_in_a_real_dtype_are_refused():
     _, xt, mask, _, sigma, _ = small_batch(graph)
     with pytest.raises(ValueError, match="torch.int64 token ids"):
         small_model(graph)(xt.bfloat16(), sigma, mask)
+
+
+@pytest.mark.parametrize("sampler", [sample, sample_scheduled])
+def test_in_each_step_a_sampler_gives_the_network_the_total_noise_in_float32(sampler):
+    """It is -ln(1 - (1 - eps) t), here at times t from 1 to 0.1."""
+    given = []
+
+    def even(xt, sigma, unmasked=None):
+        given.append(sigma)
+        return torch.zeros(*xt.shape, 22)
+
+    # With so many residues, in each step some are unmasked.
+    sampler(even, AbsorbingGraph(21), make_noise("loglinear", eps=1e-3), (2, 500), 6,
+            generator=seeded(), eps=0.1)
+    found = torch.stack(given)
+    t = torch.linspace(1, 0.1, 7, dtype=torch.float64)
+    sigma = -torch.log1p(-(1 - 1e-3) * t)
+    assert found.dtype == torch.float32
+    near(found.double(), sigma[:, None].expand(-1, 2), rtol=1e-6)
 
 
 # ---- published weights and averages ----

@@ -19,7 +19,6 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-import yaml
 
 from ddp_setup import Ddp, load_checkpoint
 from launchers import fork_ranks, need, read_status, run_ranks, slow, started
@@ -28,7 +27,7 @@ from sedd import evaluation as sedd_eval
 from sedd import batches as sequence_batches
 import train_dpo_ddp
 import train_sedd_ddp
-from training.config import config_to_dict, dump_yaml, load_config
+from training.config import dump_yaml, load_config
 from training.loop import Diverged
 from training.command_line import prepare_and_train
 from sedd.diffusion import make_graph, make_noise, score_entropy_loss
@@ -38,11 +37,11 @@ from proteins.sequences import read_sequences
 from training.loop import MicroBatchSampler
 from sedd.evaluation import sample_proteins
 from sedd.weights import export_sedd, load_sedd
-from train_sedd_ddp import Config, MicroBatchDataset, check_config, main, prepare, train
+from train_sedd_ddp import Config, MicroBatchDataset, check_config, main, prepare
 
 from training_runs import (  # noqa: F401 (the fixture one_thread)
     ROOT, assert_refused, driver, equal, gradients, losses, on_ranks, one_thread, rows, same_run,
-    words)
+    train_ready, words)
 
 SCRIPT = ROOT / "train_sedd_ddp.py"
 TINY = {"training.batch_size": 4, "training.accum": 2, "training.n_iters": 12,
@@ -72,8 +71,7 @@ def tiny(fasta, **more):
 
 
 def run(config, work_dir, **options):
-    ddp = Ddp()
-    return prepare_and_train(ddp, lambda: prepare(config, ddp, work_dir, **options), train)
+    return prepare_and_train(train_sedd_ddp, config, Ddp(), work_dir, **options)
 
 
 def refused(says, config, work_dir, **options):
@@ -120,7 +118,7 @@ def same_weights(a, b, name="last.pt"):
 
 # ---- one run on any number of ranks ----
 
-def gradients_of(fasta, ddp, dtype, reduction, micro, static, by_definition=False):
+def gradients_of(fasta, ddp, dtype, reduction, micro, by_definition=False):
     """See training.gradients. By the definition: the sum over everything, divided by the number of
     everything."""
     config = tiny(fasta, training__batch_size=3, training__seed=5, loss__reduction=reduction,
@@ -155,8 +153,7 @@ def gradients_of(fasta, ddp, dtype, reduction, micro, static, by_definition=Fals
         return total / count
 
     schedule = MicroBatchSampler(reader.item_of, micro, ddp, 0, 2)
-    found = gradients(model, schedule, dataset, loss_of, ddp, whole if by_definition else None,
-                      static)
+    found = gradients(model, schedule, dataset, loss_of, ddp, whole if by_definition else None)
     again = 2 if micro == 8 else 1   # with checkpointing a block is computed again in backward
     warm_up = 1 if ddp.world_size > 1 else 0
     assert len(computed) == (2 * len(schedule.mine) + warm_up) * again
@@ -164,8 +161,8 @@ def gradients_of(fasta, ddp, dtype, reduction, micro, static, by_definition=Fals
 
 
 def test_accumulated_gradients_are_those_of_one_backward_over_the_global_batch(fasta, tmp_path):
-    settings = [*itertools.product(["float64"], ("residue", "sequence"), (4, 8), (False, True)),
-                ("float32", "residue", 4, True), ("float32", "sequence", 8, False)]
+    settings = [*itertools.product(["float64"], ("residue", "sequence"), (4, 8)),
+                ("float32", "residue", 4), ("float32", "sequence", 8)]
     expected = [gradients_of(fasta, Ddp(), *setting, by_definition=True) for setting in settings]
     call = f"[gradients_of({str(fasta)!r}, ddp, *setting) for setting in {settings}]"
     for n in (1, 2, 3, 4):   # three share the micro-batches unevenly
@@ -276,7 +273,7 @@ def test_a_file_changed_under_a_run_is_noticed(own_copy, tmp_path, monkeypatch):
     data = tokens.read_bytes()
     tokens.write_bytes(data[:1000].ljust(len(data), b"\0"))      # as if half copied
     with pytest.raises(OSError, match="is damaged or was changed"):
-        train(ready, Ddp())
+        train_ready("sedd", ready)
 
 
 def test_a_run_begun_from_fasta_goes_on_from_a_prepared_folder_that_stays_as_it_is(
@@ -379,11 +376,12 @@ def test_a_resume_on_ranks_that_share_unevenly_equals_an_uninterrupted_run(fasta
 
 
 def test_a_finished_run_says_so_without_fail_and_may_be_lengthened(fasta, tmp_path, capsys, extras):
-    ready = prepare(tiny(fasta, training__n_iters=3), ddp := Ddp(), tmp_path)
+    ready = prepare(tiny(fasta, training__n_iters=3), Ddp(), tmp_path)
     (tmp_path / "curves.png").mkdir()   # where no picture can be written
-    train(ready, ddp)
+    train_ready("sedd", ready)
     first = capsys.readouterr().out
-    assert read_status(tmp_path) == {"code": 0, "reason": "all steps done", "step": 3}
+    status = read_status(tmp_path)
+    assert (status["code"], status["reason"], status["step"]) == (0, "all steps done", 3)
     if importlib.util.find_spec("matplotlib"):
         assert first.splitlines()[-1].startswith("ATTENTION: no picture was drawn")
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
@@ -535,10 +533,11 @@ def test_fresh_renames_the_former_run_and_starts_over(fasta, tmp_path):
 
 def test_the_lock_of_a_live_run_counts_and_a_dead_ones_is_taken_over(fasta, tmp_path):
     hold = """
-from ddp_setup import *
-start_watch(setup_ddp(quiet=True), "w", minutes=0)
-print("held", flush=True)
-input()
+from ddp_setup import setup_ddp
+from ddp_watch import watch_run
+with setup_ddp(quiet=True) as ddp, watch_run(ddp, "w", minutes=0):
+    print("held", flush=True)
+    input()
 """
     with started([sys.executable, "-c", hold], cwd=tmp_path, stdin=subprocess.PIPE,
                  stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": ROOT}) as holder:
@@ -571,9 +570,6 @@ def test_a_run_begins_with_nothing_but_the_averages_of_a_file(weights, straight,
         assert torch.equal(average, p) and torch.equal(average, own_average)
     assert not ready.optimizer.state and ready.progress["step"] == ready.ema.num_updates == 0
     assert ready.progress["best"] is None and ready.lr == 3e-3 and ready.ema.decay == 0.5
-    written = tmp_path / "w" / "config.yaml"
-    assert load_config(Config, written) == config
-    assert yaml.safe_load(written.read_text()) == config_to_dict(config)   # for other tools
 
 
 def test_the_same_command_goes_on_with_what_it_began(straight, fasta, tmp_path, capsys):
@@ -610,7 +606,7 @@ def test_the_same_command_goes_on_with_what_it_began(straight, fasta, tmp_path, 
 
 def test_validation_and_samples_are_those_of_the_averaged_weights(fasta, tmp_path, monkeypatch):
     ready = prepare(tiny(fasta, optim__lr=0.03, optim__ema=0.99), Ddp(), tmp_path / "w")
-    result = train(ready, Ddp())
+    result = train_ready("sedd", ready)
 
     def again():
         text = sample_proteins(ready.bare, ready.config, ready.graph, ready.noise,
@@ -632,7 +628,7 @@ def test_validation_and_samples_are_those_of_the_averaged_weights(fasta, tmp_pat
 
 def test_no_samples_are_drawn_where_none_are_asked_for(fasta, tmp_path):
     config = tiny(fasta, training__n_iters=1, monitoring__n_samples=0)
-    train(prepare(config, Ddp(), tmp_path / "w"), Ddp())
+    run(config, tmp_path / "w")
     assert not (tmp_path / "w" / "samples").exists()
 
 
@@ -684,7 +680,7 @@ def test_an_overflow_in_float16_is_skipped_and_no_failure(optimizer, fasta, tmp_
     config = tiny(fasta, memory__mixed_precision="float16", optim__name=optimizer)
     ready = prepare(config, Ddp(), tmp_path / "w")
     ready.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**22, growth_interval=10**6)
-    assert math.isfinite(train(ready, Ddp())["loss"])
+    assert math.isfinite(train_ready("sedd", ready)["loss"])
     first = rows(tmp_path / "w")[0]
     last = rows(tmp_path / "w")[-1]
     assert first["grad_norm"] is None and first["loss_scale"] < 2.0**22
@@ -734,7 +730,7 @@ def test_a_run_that_breaks_down_stops_with_the_checkpoints_of_before(fasta, tmp_
     ready.optimizer.register_step_post_hook(lambda *_: (
         ready.progress["step"] == 4 and ready.bare.output_layer.linear.bias.data.fill_(math.nan)))
     with pytest.raises(RuntimeError, match="step 6: weights are nan.*optim.lr"):
-        train(ready, Ddp())
+        train_ready("sedd", ready)
     state = state_of(tmp_path / "w")
     assert state["step"] == 3 and all(p.isfinite().all() for p in state["model"].values())
 
@@ -850,7 +846,7 @@ def test_bad_input_is_refused_with_one_message_and_leaves_nothing(straight, fast
         ("graph.type=uniform model.parameterization=subs", "Use 'subs' with the absorbing graph"),
         ("model.n_heads=5", "n_heads = 5", "n_heads one of 1, 2, 4, 8, 16"),
         ("--plan 1,x", "--plan 1,x"),
-        ("--work_dir done --ranks 2", "--ranks asks for 2"),
+        ("--work_dir done --ranks 2", "ranks asks for 2"),
         ("--fresh --resume other.pt", "exclude each other"),
         ("--resume other.pt", "cannot read the checkpoint other.pt"),
         ("--init_from no.pt", "--init_from: there is no no.pt; expected a checkpoint"),
@@ -877,8 +873,8 @@ def load_data(*arguments):
 script.load_data = load_data
 """
 STOP_AFTER_THE_END = """
-from training import finish
-finish.draw_curves = lambda _: [os.kill(os.getpid(), number) for number in (15, 2)]
+from training import run_folder
+run_folder.draw_curves = lambda _: [os.kill(os.getpid(), number) for number in (15, 2)]
 """
 
 

@@ -13,7 +13,8 @@ import types
 import pytest
 import torch
 
-from ddp_setup import Ddp, all_sum, end_watch, load_checkpoint, wrap_ddp
+from ddp_setup import Ddp, all_sum, load_checkpoint, wrap_ddp
+from ddp_watch import watch_run
 from launchers import ROOT
 from toy_run import Blocks, Rows, loss_of as loss_of_toy, steps, toy
 from training.config import CommonMonitoring
@@ -219,7 +220,7 @@ def test_too_many_bad_steps_in_a_row_end_the_run():
 @pytest.mark.parametrize("what", ["sedd", "dpo"])
 def test_a_script_takes_the_step_that_benchmarks_and_other_tests_take(what, tmp_path):
     """To the last bit, weights and their moving averages."""
-    def take_three(run, ddp):
+    def take_three(run, ddp, _):
         micro_batch_loss = loss_of(run, what, ddp)
         batches = open_batches(run, dataset_of(run, what, ddp), micro_batch_loss, ddp)
         for _ in range(3):
@@ -227,8 +228,8 @@ def test_a_script_takes_the_step_that_benchmarks_and_other_tests_take(what, tmp_
         read_totals(run)
         found.append(state_of(run))
 
-    def train_three(run, ddp):
-        SCRIPTS[what].train(run, ddp)
+    def train_three(run, ddp, watch):
+        SCRIPTS[what].train(run, ddp, watch)
         found.append(state_of(run))
 
     def state_of(run):
@@ -382,12 +383,12 @@ def test_a_checkpoint_is_written_when_the_minutes_have_passed(what, tmp_path):
 def save_by_the_clock_of_rank_0(ddp):
     run = toy(n_iters=3, ddp=ddp, snapshot_minutes=1e-9 if ddp.is_main else 1e9)
     batches = open_batches(run, Rows(), loss_of_toy, ddp)
-    for _ in range(3):
-        take_step(run, batches, loss_of_toy, ddp)
-        reason, save_due = after_step(run, ddp, at_once=False)
-        assert reason == ""
-        assert all_sum(float(save_due), ddp) == ddp.world_size
-    end_watch(ddp)
+    with watch_run(ddp, minutes=0) as watch:
+        for _ in range(3):
+            take_step(run, batches, loss_of_toy, ddp)
+            reason, save_due = after_step(run, ddp, watch, at_once=False)
+            assert reason == ""
+            assert all_sum(float(save_due), ddp) == ddp.world_size
 
 
 def test_all_ranks_save_after_the_same_step_by_the_clock_of_rank_0(tmp_path):
@@ -400,14 +401,14 @@ def test_where_totals_come_a_step_late_a_request_is_answered_by_one_checkpoint()
     run = toy(n_iters=4, snapshot_minutes=1e-9)
     batches = open_batches(run, Rows(), loss_of_toy, ddp)
     due = []
-    for _ in range(4):
-        take_step(run, batches, loss_of_toy, ddp)
-        _, save_due = after_step(run, late, at_once=False)
-        due.append(save_due)
-        if save_due:
-            assert run.pending is None      # what is saved counts the bad steps up to here
-            run.config.training.snapshot_minutes = 1e9
-    end_watch(ddp)
+    with watch_run(ddp, minutes=0) as watch:
+        for _ in range(4):
+            take_step(run, batches, loss_of_toy, ddp)
+            _, save_due = after_step(run, late, watch, at_once=False)
+            due.append(save_due)
+            if save_due:
+                assert run.pending is None      # what is saved counts the bad steps up to here
+                run.config.training.snapshot_minutes = 1e9
     assert due == [False, True, False, False]
 
 
@@ -419,12 +420,13 @@ def come_apart(ddp):
     fine = contextlib.nullcontext()
     told = pytest.raises(RuntimeError, match=r"1 of 3 differ from rank 0 on \S+ \(rank 2 on \S+\), "
                                              "first in 1.weight")
-    for step, outcome in ((4, fine), (5, fine), (6, told), (9, told)):   # at 5 nobody looks
-        run.progress = {"step": step}
-        with outcome:
-            after_step(run, ddp, at_once=True)
-        if ddp.rank == 2:
-            model[1].weight.data[2, 1] += 1e-6
+    with watch_run(ddp, minutes=0) as watch:
+        for step, outcome in ((4, fine), (5, fine), (6, told), (9, told)):   # at 5 nobody looks
+            run.progress = {"step": step}
+            with outcome:
+                after_step(run, ddp, watch, at_once=True)
+            if ddp.rank == 2:
+                model[1].weight.data[2, 1] += 1e-6
 
 
 def test_weights_that_have_come_apart_are_told_with_rank_and_parameter(tmp_path):

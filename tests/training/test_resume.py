@@ -12,9 +12,8 @@ from toy_run import toy
 from training.config import CommonOptim, CommonTraining, config_to_dict
 from training.log import RunLog
 from training.loop import Diverged, save_wanted
-from training.resume import (Former, check_checkpoint, check_data, check_progress,
-                             count_micro_batches, find_checkpoint, hash_of, load_optimizer,
-                             machine_differences, rate_of, save_run)
+from training.resume import (Start, check_config, check_weights, find_checkpoint, hash_of,
+                             machine_differences, save_run)
 
 
 @dataclasses.dataclass
@@ -26,87 +25,91 @@ class Model:
 class Config:
     training: CommonTraining = dataclasses.field(default_factory=CommonTraining)
     model: Model = dataclasses.field(default_factory=Model)
+    optim: CommonOptim = dataclasses.field(default_factory=CommonOptim)
+
+
+FURTHER = " To train its weights further."
 
 
 def saved(**changes):
-    state = {"model": torch.nn.Linear(2, 2).state_dict(), "config": config_to_dict(Config()),
-             "data": {"n": 5, "hash": "a"}, "micro_batches": 6}
-    return Former("last.pt", {**state, **changes})
+    """The content of a checkpoint."""
+    return {"model": torch.nn.Linear(2, 2).state_dict(), "config": config_to_dict(Config()),
+            "data": {"n": 5, "hash": "a"}, "micro_batches": 6, **changes}
 
 
-def refusal(former, config=Config()):
+def continued(config=Config(), ddp=Ddp(), work_dir=None, **changes):
+    return Start(config, ddp, work_dir, "last.pt", saved(**changes))
+
+
+def refusal(config):
     with pytest.raises(ValueError) as caught:
-        check_checkpoint(former, config, "--init_from last.pt")
+        check_config("last.pt", saved(), config, FURTHER)
     return str(caught.value)
 
 
 def test_a_checkpoint_that_fits_is_accepted():
-    config = Config(training=CommonTraining(log_freq=3))    # a key that may change
-    check_checkpoint(saved(), config, "")
-    other = Config(training=CommonTraining(log_freq=3), model=Model(width=3))
-    check_checkpoint(saved(), other, "", ["model.width"])
-
-
-def test_a_new_run_is_accepted():
-    check_checkpoint(Former(None, None), Config(), "")
-    check_data(Former(None, None), "pairs", {"n": 5, "hash": "a"}, "")
+    check_config("last.pt", saved(), Config(training=CommonTraining(log_freq=3)))   # it may change
+    check_config("last.pt", saved(), Config(model=Model(width=3)), ignored=["model.width"])
+    check_weights("last.pt", saved()["model"])
 
 
 def test_another_config_is_refused_with_what_differs_and_how_to_train_further():
-    text = refusal(saved(), Config(training=CommonTraining(seed=7)))
-    assert "training.seed: 0 -> 7" in text and "as a new run: --init_from last.pt" in text
+    text = refusal(Config(training=CommonTraining(seed=7)))
+    assert "training.seed: 0 -> 7" in text and FURTHER in text
 
 
 def test_no_further_training_is_offered_for_another_network():
-    text = refusal(saved(), Config(model=Model(width=3)))
-    assert "model.width: 2 -> 3" in text and "as a new run" not in text
+    text = refusal(Config(model=Model(width=3)))
+    assert "model.width: 2 -> 3" in text and FURTHER not in text
 
 
 @pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
 def test_weights_that_are_not_finite_are_refused(number):
     spoilt = {"weight": torch.ones(2, 2), "bias": torch.tensor([0.0, number])}
-    assert "1 tensors of the model hold nan or infinite" in refusal(saved(model=spoilt))
+    with pytest.raises(ValueError, match="1 tensors of the model hold nan or infinite"):
+        check_weights("last.pt", spoilt)
 
 
 @pytest.mark.parametrize("n, name", [(6, "b"), (6, "a"), (5, "b")])
 def test_other_data_are_refused(n, name):
     says = f"other pairs, or in another order .5, hash a; now {n}, {name}"
     with pytest.raises(ValueError, match=says):
-        check_data(saved(), "pairs", {"n": n, "hash": name}, "--init_from last.pt")
+        continued().check_data("pairs", {"n": n, "hash": name})
 
 
-def test_the_same_data_are_accepted():
-    check_data(saved(), "pairs", {"n": 5, "hash": "a"}, "--init_from last.pt")
+def test_the_same_data_and_those_of_a_new_run_are_accepted():
+    continued().check_data("pairs", {"n": 5, "hash": "a"})
+    Start(Config(), Ddp()).check_data("pairs", {"n": 6, "hash": "b"})
 
 
 def test_a_new_run_takes_accum_micro_batches_per_rank():
     config = Config(training=CommonTraining(accum=3))
-    assert count_micro_batches(Former(None, None), config, Ddp(world_size=4)) == 12
+    assert Start(config, Ddp(world_size=4)).micro_batches == 12
 
 
 def test_a_new_run_takes_the_micro_batches_that_its_config_names():
     config = Config(training=CommonTraining(accum=3, micro_batches=5))
-    assert count_micro_batches(Former(None, None), config, Ddp(world_size=4)) == 5
+    assert Start(config, Ddp(world_size=4)).micro_batches == 5
 
 
 @pytest.mark.parametrize("n_ranks", [1, 3, 4, 6])
 def test_a_continued_run_keeps_its_micro_batches(n_ranks):
-    assert count_micro_batches(saved(), Config(), Ddp(world_size=n_ranks)) == 6
     same = Config(training=CommonTraining(micro_batches=6))
-    assert count_micro_batches(saved(), same, Ddp(world_size=n_ranks)) == 6
+    for config in (Config(), same):
+        assert continued(config, Ddp(world_size=n_ranks)).micro_batches == 6
 
 
 def test_more_ranks_than_micro_batches_are_refused_with_the_most_that_can_be():
-    for former, config in ((saved(), Config()),
-                           (Former(None, None), Config(training=CommonTraining(micro_batches=6)))):
+    six = Config(training=CommonTraining(micro_batches=6))
+    for start in (continued, lambda ddp: Start(six, ddp)):
         with pytest.raises(ValueError, match="and there are 7 ranks; .*Give at most 6 rank"):
-            count_micro_batches(former, config, Ddp(world_size=7))
+            start(ddp=Ddp(world_size=7))
 
 
 def test_another_number_of_micro_batches_than_the_checkpoint_has_is_refused():
     config = Config(training=CommonTraining(micro_batches=4))
     with pytest.raises(ValueError, match="last.pt has 6 .*training.micro_batches is 4; expected"):
-        count_micro_batches(saved(), config, Ddp())
+        continued(config)
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):
@@ -173,66 +176,71 @@ def test_another_machine_is_told_by_what_may_change_the_last_bits():
     assert machine_differences(state, Ddp()) == "world_size 4 -> 1, device another -> cpu"
 
 
-def goes_on(run, folder):
-    """Continue a toy run from a checkpoint of its own in `folder`."""
-    state = {"step": 0, "optimizer": run.optimizer.state_dict(), "scaler": {}}
-    run.progress.update(step=3, best={"step": 2, "score": 1.0})
-    former = Former(str(folder / "checkpoints" / "last.pt"), state)
-    run.continued_from = former.path
-    load_optimizer(run, former)
-    check_progress(run)
-    return run.progress["best"]
+BEST = {"step": 2, "score": 1.0}
 
 
-@pytest.mark.parametrize("n_iters, here, elsewhere", [
-    (9, {"step": 2, "score": 1.0}, None), (3, *2 * [{"step": 2, "score": 1.0}])])
+def best_after_going_on(folder, work_dir, n_iters=9, **state):
+    """Run.progress["best"] of a run in work_dir that continues, of n_iters steps, from a checkpoint
+    of step 3 in `folder`."""
+    start = Start(Config(), Ddp(), work_dir, str(folder / "checkpoints" / "last.pt"),
+                  saved(step=3, best=BEST, **state))
+    return start.progress((), {}, n_iters)["best"]
+
+
+@pytest.mark.parametrize("n_iters, finished, elsewhere", [(9, "", None),
+                                                          (3, "all steps done", BEST)])
 def test_a_run_that_goes_on_in_another_folder_looks_for_its_best_weights_anew(
-        n_iters, here, elsewhere, tmp_path):
+        n_iters, finished, elsewhere, tmp_path):
     """Their file stayed behind. One that has finished goes on with nothing."""
-    run = toy(n_iters=n_iters)
-    run.progress["finished"] = "all steps done" if n_iters == 3 else ""
-    run.work_dir = tmp_path / "here"
-    (tmp_path / "here").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "here")
-    assert goes_on(run, tmp_path / "here") == goes_on(run, tmp_path / "link") == here
+    here = tmp_path / "here"
+    here.mkdir()
+    (tmp_path / "link").symlink_to(here)
+
+    def best_from(folder):
+        return best_after_going_on(folder, here, n_iters, finished=finished)
+
+    assert best_from(here) == best_from(tmp_path / "link") == BEST
     (tmp_path / "disk").mkdir()     # with room for the checkpoints
-    (tmp_path / "here" / "checkpoints").symlink_to(tmp_path / "disk")
-    assert goes_on(run, tmp_path / "here") == here
-    assert goes_on(run, tmp_path / "other") == elsewhere
+    (here / "checkpoints").symlink_to(tmp_path / "disk")
+    assert best_from(here) == BEST
+    assert best_from(tmp_path / "other") == elsewhere
 
 
 def test_an_unfinished_run_without_a_step_left_to_do_is_refused(tmp_path):
-    run = toy(n_iters=2)
-    run.work_dir = tmp_path
     with pytest.raises(ValueError, match="is of step 3 of a run that is not finished.*2 steps"):
-        goes_on(run, tmp_path)
+        best_after_going_on(tmp_path, tmp_path, n_iters=2, finished="")
 
 
-def test_a_state_of_the_optimizer_in_other_shapes_is_refused(tmp_path):
+def test_a_new_run_begins_at_step_0_with_the_scripts_own_entries():
+    progress = Start(Config(), Ddp()).progress(("pairs",), {"recent": 1.0}, 9)
+    assert progress == {"step": 0, "best": None, "bad_evals": 0, "finished": "",
+                        "bad_steps": [0, 0], "seen": {"pairs": 0}, "recent": 1.0}
+
+
+def test_a_state_of_the_optimizer_in_other_shapes_is_refused():
     """torch's load_state_dict takes it, and its next step ends with an internal error."""
-    run = toy(n_iters=9)
-    optimizer = torch.optim.AdamW(run.model.parameters())
-    run.optimizer = optimizer
+    run = toy()
+    run.optimizer = torch.optim.AdamW(run.model.parameters())
     for parameter in run.model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    state = {"optimizer": optimizer.state_dict(), "scaler": {}}
-    former = Former(str(tmp_path / "checkpoints" / "last.pt"), state)
-    run.work_dir = tmp_path
-    load_optimizer(run, former)
-    state["optimizer"]["state"][0]["exp_avg"] = torch.zeros(3, 7)
+    run.optimizer.step()
+    kept = run.optimizer.state_dict()
+    start = continued(optimizer=kept, scaler={})
+    start.load_optimizer(run)
+    kept["state"][0]["exp_avg"] = torch.zeros(3, 7)
     with pytest.raises(ValueError, match=r"last.pt.*exp_avg has the shape \(3, 7\)"):
-        load_optimizer(run, former)
+        start.load_optimizer(run)
 
 
 @pytest.mark.parametrize("rate", [{"lr": 1e18}, {"lr": math.nan}, {"lr": -0.5}, {"warmup": 10**9}])
 def test_a_checkpoint_with_a_rate_that_its_config_does_not_give_is_refused(rate):
-    optim = CommonOptim()
-    optim.lr = 0.5
-    optim.warmup = 3
-    assert rate_of(Former("last.pt", {"lr": 0.5, "warmup": 3}), optim, 8) == (0.5, 3)
+    config = Config()
+    config.optim.lr = 0.5
+    config.optim.warmup = 3
+    assert Start(config, Ddp()).rate(8) == (0.5, 3)
+    assert continued(config, lr=0.5, warmup=3).rate(8) == (0.5, 3)
     with pytest.raises(ValueError, match="last.pt has the learning rate"):
-        rate_of(Former("last.pt", {"lr": 0.5, "warmup": 3, **rate}), optim, 8)
+        continued(config, **{"lr": 0.5, "warmup": 3, **rate}).rate(8)
 
 
 def test_the_hash_of_weights_depends_on_names_and_numbers_and_not_on_their_order():

@@ -4,12 +4,15 @@ import signal
 import types
 
 import pytest
+import yaml
 
-from ddp_setup import Ddp, end_watch
+from ddp_setup import Ddp
+from ddp_watch import watch_run
 from launchers import ROOT, ForkedRanks, read_status
 from train_sedd_ddp import Config
-from training.config import load_config
-from training.folder import refuse_in_use, rename_former, take_folder
+from training.command_line import prepare_and_train
+from training.config import config_to_dict, load_config
+from training.run_folder import refuse_in_use, rename_former, take_folder
 
 
 def run_in(folder, step=0, finished="", n_iters=10):
@@ -22,26 +25,35 @@ def run_in(folder, step=0, finished="", n_iters=10):
                                  progress={"step": step, "finished": finished})
 
 
-def take(run, ddp=None, fresh=False):
-    ddp = ddp or Ddp()
-    take_folder(run, ddp, fresh, ("checkpoints",))
-    end_watch(ddp)
+def take(run, fresh=False):
+    with watch_run(Ddp(), minutes=0) as watch:
+        take_folder(run, Ddp(), watch, fresh, ("checkpoints",))
 
 
 def test_a_run_that_takes_its_folder_writes_its_config_and_that_it_runs(tmp_path):
-    take(run_in(tmp_path / "w"))
-    assert sorted(os.listdir(tmp_path / "w")) == ["config.yaml", "lock", "status.json"]
-    assert load_config(Config, tmp_path / "w" / "config.yaml").training.n_iters == 10
-    assert read_status(tmp_path / "w")["code"] is None
+    run = run_in(tmp_path / "w")
+    with watch_run(Ddp(), minutes=0) as watch:
+        take_folder(run, Ddp(), watch, False, ())
+        assert sorted(os.listdir(tmp_path / "w")) == ["config.yaml", "lock", "status.json"]
+        assert read_status(tmp_path / "w")["code"] is None
+    written = tmp_path / "w" / "config.yaml"
+    assert load_config(Config, written) == run.config
+    assert yaml.safe_load(written.read_text()) == config_to_dict(run.config)   # for other tools
 
 
 def test_a_run_heeds_the_stop_signals_of_its_config(tmp_path):
+    run = run_in(tmp_path)
     before = signal.getsignal(signal.SIGTERM)
-    take_folder(run_in(tmp_path), ddp := Ddp(), False, ())
-    assert signal.getsignal(signal.SIGTERM) is before
-    signal.raise_signal(signal.SIGUSR1)
-    assert ddp.state.watch.requested.startswith("SIGUSR1")
-    end_watch(ddp)
+
+    def train(run, ddp, watch):
+        assert signal.getsignal(signal.SIGTERM) is before
+        assert watch.stop_reason(1) == ""
+        signal.raise_signal(signal.SIGUSR1)
+        return watch.stop_reason(2)
+
+    script = types.SimpleNamespace(prepare=lambda *_: run)
+    reason = prepare_and_train(script, run.config, Ddp(), tmp_path, train=train)
+    assert reason.startswith("SIGUSR1")
 
 
 def test_what_a_killed_run_was_writing_is_removed(tmp_path):
@@ -90,10 +102,11 @@ def test_a_folder_in_use_is_neither_taken_nor_renamed(tmp_path):
     (tmp_path / "script.py").write_text(f"""
 import signal, sys
 sys.path.insert(0, {str(ROOT)!r})
-from ddp_setup import *
-start_watch(setup_ddp(quiet=True), "w", minutes=0)
-print("ready", flush=True)
-signal.pause()
+from ddp_setup import setup_ddp
+from ddp_watch import watch_run
+with setup_ddp(quiet=True) as ddp, watch_run(ddp, "w", minutes=0):
+    print("ready", flush=True)
+    signal.pause()
 """)
     with ForkedRanks(["script.py"], tmp_path, {0: {"DDP_GUARD": 0}}) as holder:
         holder.wait_for("ready")

@@ -1,8 +1,7 @@
-"""Do the checks of test_aurora_ddp.py pass where all is well, and do they name the host at fault?
+"""Do the checks of jobs/preflight.py pass where all is well, and do they name the host at fault?
 
-Faults are made on one rank of two, by a driver script that starts test_aurora_ddp.py."""
+Faults are made on one rank of two, by a driver script that starts jobs/preflight.py."""
 import re
-import shutil
 import socket
 
 import pytest
@@ -12,8 +11,7 @@ from launchers import FOLDERS, ROOT, copy_code, fork_ranks, run_ranks, slow
 
 HOST = socket.gethostname()
 MODULES = {*FOLDERS, *(path.stem for path in ROOT.glob("*.py"))}
-PREFLIGHT = ["place", "versions", "matmul", "all-reduce", "folder"]
-CLAIMS = ["gradients", "steps", "checkpoint"]
+CHECKS = ["place", "versions", "matmul", "all-reduce", "folder"]
 GUARDED = {"DDP_GUARD": 1}    # forked ranks are not, unless asked to
 HANG = 1000             # seconds of a fault that hangs: more than any limit
 IN_TIME = 300.0         # seconds in which a hang is noticed; some 20 where nothing else runs
@@ -22,33 +20,33 @@ STOP = "import signal; os.kill(os.getpid(), signal.SIGSTOP)"
 DRIVER = """import os, sys, time
 HANG = {hang}
 rank = int(os.environ.get("RANK") or os.environ["PMI_RANK"])
-sys.path.insert(0, {folder!r} if rank == 1 else {root!r})
+folder = {folder!r} if rank == 1 else {root!r}
+sys.path[:0] = [folder + "/jobs", folder]
 for name, module in list(sys.modules.items()):      # a forked rank has those of the root
     if name.partition(".")[0] in {modules!r}:
         del sys.modules[name]
 import ddp_guard
 ddp_guard.supervise()
-import platform, torch, test_aurora_ddp
+import platform, torch, preflight
 import torch.distributed as dist
 if rank == {faulty_rank}:
     {fault}
-test_aurora_ddp.cli()
+preflight.main()
 """
 
 
 def check(tmp_path, *options, fault=None, faulty_rank=1, launcher=None, n=2, folder=ROOT, env=None):
-    """Run the pre-flight in `tmp_path`, and with the option --claims all.
+    """Run the pre-flight in `tmp_path`.
 
     fault: Python text that is executed beforehand on one rank, or with faulty_rank "rank" on all;
     folder: rank 1's project files."""
-    path = ROOT / "test_aurora_ddp.py"
+    path = ROOT / "jobs" / "preflight.py"
     if fault is not None:
         path = tmp_path / "driver.py"
         path.write_text(DRIVER.format(folder=str(folder), root=str(ROOT), fault=fault,
                                       modules=MODULES, faulty_rank=faulty_rank, hang=HANG))
-    checks = [] if "--claims" in options else ["--preflight"]
     # A small share: of two ranks on a busy machine, one may run much slower than the other.
-    argv = [path, "--device", "cpu", "--slow", "0.02", "--suspects", "bad_hosts", *checks, *options]
+    argv = [path, "--device", "cpu", "--slow", "0.02", "--suspects", "bad_hosts", *options]
     if launcher is None:
         return fork_ranks(n, argv, tmp_path, env)
     return run_ranks(launcher, n, argv, cwd=tmp_path, env=env)
@@ -82,15 +80,14 @@ def healthy(request, tmp_path_factory):
     """(folder, Result) of all checks on two ranks."""
     folder = tmp_path_factory.mktemp("healthy")
     (folder / "bad_hosts").write_text("of-a-former-run\n")
-    return folder, check(folder, "--claims", "--work_dir", "runs", launcher=request.param,
-                         env=GUARDED)
+    return folder, check(folder, "--work_dir", "runs", launcher=request.param, env=GUARDED)
 
 
 def test_two_healthy_ranks_pass(healthy):
     _, result = healthy
     assert result.returncode == 0 and result.stderr == "", result.text
     assert {name: status for name, (status, _) in lines_of(result).items()} == dict.fromkeys(
-        PREFLIGHT + CLAIMS, "PASS"), result.text
+        CHECKS, "PASS"), result.text
     assert "suspect" not in result.stdout
 
 
@@ -105,7 +102,7 @@ def test_a_table_at_the_end_says_where_the_ranks_run(healthy):
     _, result = healthy
     table = result.stdout.partition("\nrank  host")[2]
     assert re.search(rf"^ +1  {re.escape(HOST)} +1  cpu +\d+ ", table, re.M), result.text
-    assert table.splitlines()[-1] == "8 passed, 0 failed, 0 skipped"
+    assert table.splitlines()[-1] == "5 passed, 0 failed, 0 skipped"
 
 
 def test_what_is_printed_fits_80_columns(healthy):
@@ -129,32 +126,6 @@ def test_one_rank_skips_what_needs_two_and_says_why(tmp_path):
         "all-reduce": "one rank: nothing to sum over", "folder": "no --work_dir given"}
 
 
-# ------------------------------------------------------------------ alone in a folder
-@pytest.fixture(params=["ddp_setup.py", "ddp_setup.py ddp_guard.py"])
-def copy(request, tmp_path):
-    """test_aurora_ddp.py in a folder with one or two files."""
-    for name in ["test_aurora_ddp.py", *request.param.split()]:
-        shutil.copy(ROOT / name, tmp_path)
-    return tmp_path / "test_aurora_ddp.py"
-
-
-@pytest.mark.parametrize("launcher, n", [("python", 1), ("torchrun", 2), slow("mpich", 2),
-                                         slow("openmpi", 2), slow("srun", 2)])
-def test_it_runs_beside_ddp_setup_alone(copy, launcher, n, request, tmp_path):
-    if launcher == "srun":
-        request.getfixturevalue("slurm")
-    result = run_ranks(launcher, n, [copy, "--device=cpu", "--slow=0.02"], cwd=tmp_path)
-    assert result.returncode == 0 and result.leftover == [], result.text
-    assert {name for name, (status, _) in lines_of(result).items() if status == "PASS"} >= {
-        "place", "versions", "matmul", *CLAIMS}, result.text
-
-
-def test_beside_ddp_setup_alone_it_says_who_else_starts_ranks(copy, tmp_path):
-    result = run_ranks("ours", 2, [copy, "--device=cpu"], cwd=tmp_path)
-    assert result.returncode == 2 and "by torchrun, mpirun, mpiexec or srun" in result.stderr
-    assert "Traceback" not in result.text, result.text
-
-
 # ------------------------------------------------------------------ faults on one rank
 def test_a_wrong_version_sum_product_and_folder_are_each_found(tmp_path):
     (tmp_path / "elsewhere").mkdir()   # as with a run folder on a disk of each host's own
@@ -175,7 +146,7 @@ def test_a_wrong_version_sum_product_and_folder_are_each_found(tmp_path):
 def test_other_code_a_sum_received_wrongly_and_a_slow_device_are_each_found(tmp_path):
     folder = tmp_path / "older"
     copy_code(folder)
-    with open(folder / "test_aurora_ddp.py", "a") as file:
+    with open(folder / "dpo" / "reference.py", "a") as file:
         file.write("# of another day\n")
     fault = """reduce, mm = dist.all_reduce, torch.mm
     dist.all_reduce = lambda x: (reduce(x), x[5:6].zero_() if len(x) > 9999 else 0)
@@ -204,22 +175,11 @@ def test_a_folder_that_cannot_be_written_is_found(tmp_path):
     slow("torch.zeros_like = lambda x: time.sleep(HANG)", "all-reduce", "did not answer"),
     ("dist.all_reduce = lambda x: x.nothing", "all-reduce",
      "raised AttributeError: 'Tensor' object has no attribute"),
-    slow("test_aurora_ddp.measure = lambda *a: time.sleep(HANG)", "place", "did not answer")])
+    slow("preflight.measure = lambda *a: time.sleep(HANG)", "place", "did not answer")])
 def test_of_ranks_that_wait_for_each_other_the_one_at_fault_is_named_in_time(
         tmp_path, fault, name, words):
     result = check(tmp_path, "--timeout", LIMIT, fault=fault)
     assert_found(result, tmp_path, **{name: words})
-    assert result.seconds < IN_TIME, result.text
-
-
-@pytest.mark.parametrize("place", [slow("items_of"), slow("load_checkpoint")])
-def test_a_rank_that_stops_in_a_claim_is_named_in_time(tmp_path, place):
-    fault = f"""def stop(*a):
-        {STOP}
-    test_aurora_ddp.{place} = stop"""
-    result = check(tmp_path, "--claims", "--timeout", LIMIT, fault=fault)
-    name = {"items_of": "gradients", "load_checkpoint": "checkpoint"}[place]
-    assert_found(result, tmp_path, **{name: "did not answer within 8 s"})
     assert result.seconds < IN_TIME, result.text
 
 
@@ -244,13 +204,11 @@ def test_when_rank_0_does_not_answer_another_names_it_and_all_end(tmp_path, faul
     fault = f"""def stand_still():
         {fault}
     platform.python_version = stand_still
-test_aurora_ddp.ANSWER = 3.0
-test_aurora_ddp.OWN_END = 10.0"""
+preflight.ANSWER = 3.0
+preflight.OWN_END = 60.0"""
     result = check(tmp_path, "--timeout", LIMIT, fault=fault, faulty_rank=0, launcher="mpich")
-    # 70: of rank 0's guard, which speaks for a stopped rank.
-    assert result.returncode in (3, 70) and result.leftover == [], result.text
-    named = [f"suspect hosts: {HOST}", f"FAILED: rank 0 of 2 on {HOST}: no progress"]
-    assert any(line.startswith(tuple(named)) for line in result.text.splitlines()), result.text
+    assert result.returncode == 3 and result.leftover == [], result.text
+    assert f"suspect hosts: {HOST}" in result.stdout.splitlines(), result.text
     assert "Traceback" not in result.text and result.seconds < IN_TIME, result.text
 
 
@@ -269,22 +227,3 @@ def test_a_rank_that_was_never_started_is_named_by_the_set_up(tmp_path):
     assert result.returncode == 3, result.text
     text = lines_of(result)["set-up"][1]
     assert "1 of 2 ranks did not appear within 1 s: rank(s) 1" in text, result.text
-
-
-def test_every_claim_can_fail_and_names_the_rank(tmp_path):
-    fault = """t = test_aurora_ddp
-    back, load = t.backward, t.load_checkpoint
-    def backward(model, *a):
-        loss = back(model, *a)
-        for p in model.parameters():
-            p.grad.mul_(0.5)
-        return loss
-    def load_checkpoint(*a):
-        state = load(*a)
-        state["model"]["0.bias"].add_(1)
-        return state
-    t.backward, t.load_checkpoint = backward, load_checkpoint"""
-    result = check(tmp_path, "--claims", fault=fault)
-    assert_found(result, tmp_path, gradients="has a gradient 0.5 off",
-                 steps="has other weights after 20 steps",
-                 checkpoint="loaded another model and optimizer")
