@@ -15,7 +15,7 @@ other ranks is the launcher's task: it does so for an exit code (MPICH and Slurm
           <-- signals; at the limit SIGQUIT ---  for the stacks; then SIGKILL
 
 Each line is a sign of progress, and replaces what the guard knew (see `Known`):
-    {"rank", "size", "host", "slurm_step", "limit"}   in watch_run
+    {"rank", "size", "host", "slurm_step", "limit"}   in watch_run, with all below as at the start
     {"run_dir", "run"}   when the run has its folder; "run" stands in status.json too
     {"step"}             with each step
     {"saved"}            what a next start continues from, in words for the last line

@@ -58,6 +58,7 @@ LAST_WORDS = 1.5   # the other ranks wait for the rank at fault, which speaks fi
 FORWARDING = 0.5   # for a launcher to forward what was printed, before it ends all
 GRACE = 20.0       # for a launcher to end this rank, or for others to leave the store
 CLOSING = 60.0     # for torch and MPI to close their connections
+LEFT_OVER = 3600.0  # a temporary file so old is of a save that was killed
 
 
 # ---------------------------------------------------------------- what a script calls
@@ -79,6 +80,7 @@ class Ddp:
     store: Any = field(default=None, repr=False, compare=False)   # served by rank 0; None: 1 rank
     mpi: Any = field(default=None, repr=False, compare=False)     # COMM_WORLD of mpi4py, if used
     meetings: Iterator[int] = field(default_factory=itertools.count, repr=False, compare=False)
+    pid: int = field(default_factory=os.getpid, repr=False, compare=False)
 
     @property
     def is_main(self) -> bool:
@@ -96,6 +98,8 @@ class Ddp:
         return self
 
     def __exit__(self, kind, error, tb) -> None:
+        if os.getpid() != self.pid:   # a forked child of the rank
+            return
         left_by_exit = isinstance(error, SystemExit) and error.code in (None, 0, STOPPED)
         if error is None or left_by_exit:
             cleanup_ddp(self)
@@ -130,10 +134,10 @@ def setup_ddp(device: str = "auto", backend: str = "auto", seed: int = 0, ranks:
         finds it; once the ranks have met, on rank 0 only, and the others exit."""
     if not init_timeout > 0:
         raise SetupError(f"init_timeout is {init_timeout}; expected seconds, more than 0")
-    if dist.is_initialized():
+    if dist.is_initialized() and not setup_ddp.has_met:
         raise SetupError("torch.distributed has a process group already, perhaps of another "
-                         "library, or of an earlier setup_ddp. Expected none: call setup_ddp once, "
-                         "first, and leave init_process_group to it.")
+                         "library. Expected none: call setup_ddp first, and leave "
+                         "init_process_group to it.")
     env = dict(os.environ)
     mpi = _start_mpi(env, init_timeout)
     ddp = detect_launcher(env, mpi and (mpi.Get_rank(), mpi.Get_size()))
@@ -151,6 +155,10 @@ def setup_ddp(device: str = "auto", backend: str = "auto", seed: int = 0, ranks:
             raise
         problem = str(error)   # perhaps of this rank alone: rank 0 tells all, see _problem_of
     if ddp.world_size > 1:
+        if setup_ddp.has_met:
+            raise SetupError("setup_ddp was called a second time. Several ranks can meet once in a "
+                             "process: expected one call, around all that they do.")
+        setup_ddp.has_met = True
         ddp = _join(ddp, env, init_timeout, problem)
         _hook_exceptions(ddp)
     else:
@@ -161,6 +169,9 @@ def setup_ddp(device: str = "auto", backend: str = "auto", seed: int = 0, ranks:
         print0(ddp, f"Initialized DDP: {ddp.world_size} rank(s) on {hosts} host(s)", *ddp.notes,
                sep="\n  ")
     return ddp
+
+
+setup_ddp.has_met = False   # other ranks, in this process
 
 
 def wrap_ddp(model: torch.nn.Module, ddp: Ddp, **options) -> torch.nn.Module:
@@ -230,7 +241,8 @@ def print0(ddp: Ddp, *values, **options) -> None:
 def wait_for_ranks(ddp: Ddp, limit: float) -> list[int]:
     """Wait for all ranks, in the store: it knows who has not come, which no backend tells.
 
-    limit: seconds. Returns: the ranks that are missing then; [] if all have come.
+    limit: seconds. Returns: the ranks that are missing then; [] if all have come. Ranks that have
+        not met are out of step: they are to end, not to meet again.
     Raises: RuntimeError if rank 0, which serves the store, is gone."""
     if ddp.world_size == 1:
         return []
@@ -456,6 +468,7 @@ class Launcher(NamedTuple):
 
 
 BY_HAND = "DDP_* variables"
+HYDRA = "MPICH or Intel MPI (Hydra)"
 SLURM = "Slurm step"
 # In this order: the inner launcher of torchrun in srun, or mpirun in sbatch, comes first.
 LAUNCHERS = {
@@ -469,9 +482,8 @@ LAUNCHERS = {
     # Size: Polaris sets PMI_SIZE, Aurora none. Slurm's cray_shasta plugin sets PALS_RANKID too.
     "PALS": Launcher("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID PMI_LOCAL_RANK PMIX_LOCAL_RANK",
                      "PALS_LOCAL_SIZE PMI_LOCAL_SIZE", launch="PALS_APID", mpi=True),
-    "MPICH or Intel MPI (Hydra)": Launcher("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID PMI_LOCAL_RANK",
-                                           "MPI_LOCALNRANKS PMI_LOCAL_SIZE",
-                                           own="MPI_LOCALRANKID", mpi=True),
+    HYDRA: Launcher("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID PMI_LOCAL_RANK",
+                    "MPI_LOCALNRANKS PMI_LOCAL_SIZE", own="MPI_LOCALRANKID", mpi=True),
     SLURM: Launcher("SLURM_PROCID", "SLURM_STEP_NUM_TASKS SLURM_NTASKS", "SLURM_LOCALID",
                     launch="SLURM_JOB_ID SLURM_STEP_ID SLURM_RESTART_COUNT", needs="SLURM_STEP_ID"),
 }
@@ -789,7 +801,7 @@ def _place_of_rank_0(ddp, env):
 def _computed_port(ddp, env):
     """A port that all ranks of this launch compute alike, below the kernel's ephemeral ports."""
     jobs = [env[name] for name in JOBS.split() if env.get(name)]
-    name = "-".join([*jobs, _launch_name(ddp, env), _process_of_hydra(env)])
+    name = "-".join([*jobs, _launch_name(ddp, env), _process_of_hydra(ddp, env)])
     return 10000 + seed_for(f"{ddp.launcher} {name} {ddp.world_size}") % 20000
 
 
@@ -806,10 +818,11 @@ def _launch_name(ddp, env):
     return "-".join(env[name] for name in names.split() if env.get(name))
 
 
-def _process_of_hydra(env):
-    """Process id of Hydra on this host, by which ranks without mpi4py tell their launch from
-    others; "" for other launchers. ddp_guard.py, which is between the two, passes it on."""
-    if "HYDI_CONTROL_FD" not in env:
+def _process_of_hydra(ddp, env):
+    """Process id of Hydra, by which ranks on its host tell their launch from others; "" for other
+    launchers. ddp_guard.py, which is between the two, passes it on."""
+    by_hydra = ddp.launcher == HYDRA and _is_own(HYDRA, env)
+    if not by_hydra or not ddp.on_one_host:
         return ""
     return env.get("DDP_GUARD_PARENT") or str(os.getppid())
 
@@ -891,9 +904,9 @@ def _join(ddp, env, limit, problem):
     store = dist.PrefixStore(prefix, store)
     if store.add(f"started/{ddp.rank}", 1) > 1:   # joining would end the run that is there
         raise SetupError(f"another run has met at {address}, found {address.source}. Expected a "
-                         f"port of its own for each run, and one setup_ddp in each process. Leave "
-                         f"MASTER_ADDR and MASTER_PORT unset to have a port found, or choose "
-                         f"another one.")
+                         f"port of its own for each run. Leave MASTER_ADDR and MASTER_PORT unset "
+                         f"to have one found, or choose another one. Was this process started by "
+                         f"a rank, whose variables it has inherited?")
     report = {"host": ddp.host, "backend": ddp.backend, "torch": torch.__version__,
               "problem": problem, "device": None if problem else _device_id(ddp.device)}
     store.set(f"here/{ddp.rank}", json.dumps(report))
@@ -1173,7 +1186,9 @@ def _rotate(path, keep_last):
 
 
 def _write_checkpoint(path, keep_last, state):
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    folder, name = os.path.split(path)
+    os.makedirs(folder or ".", exist_ok=True)
+    _remove_left_over(folder or ".", f".{name}.")
     with whole_file(path) as file:
         torch.save(state, file)
         file.flush()
@@ -1183,6 +1198,15 @@ def _write_checkpoint(path, keep_last, state):
             raise TypeError(f"it holds {', '.join(unsafe)}; expected tensors and plain types "
                             f"(float(x), x.tolist()), which torch.load(weights_only=True) reads")
         _rotate(path, keep_last)
+
+
+def _remove_left_over(folder, begin):
+    """Remove temporary files of saves that were killed: they have the size of a checkpoint."""
+    for entry in os.scandir(folder):
+        if entry.name.startswith(begin) and entry.name.endswith(".tmp"):
+            with contextlib.suppress(OSError):   # another process has removed or renamed it
+                if entry.stat().st_mtime < time.time() - LEFT_OVER:
+                    os.unlink(entry.path)
 
 
 def _behind(error):

@@ -95,7 +95,6 @@ class Watch:
             minutes = 0
             self._signals = ()
         self._limit = minutes * 60
-        self._pid = os.getpid()    # of the rank, not of its forked children
         self.run = ""              # identifies this run in status.json
         self._guard = _pipe_to_guard()
         self._lock = None          # on rank 0: the open file that holds the lock of the folder
@@ -192,7 +191,7 @@ class Watch:
             self.take_folder(self._wanted_dir)
         ddp = self.ddp
         self._tell_guard(rank=ddp.rank, size=ddp.world_size, host=ddp.host, limit=self._limit,
-                         slurm_step=slurm_step(ddp))
+                         slurm_step=slurm_step(ddp), step=None, spoken=False, left=False)
         Watch.current = self
         self._set_handlers()
         self._extend_timeout()
@@ -203,6 +202,8 @@ class Watch:
         return self
 
     def __exit__(self, kind, error, tb) -> None:
+        if os.getpid() != self.ddp.pid:   # a forked child of the rank
+            return
         left_by_exit = isinstance(error, SystemExit) and error.code in (None, 0, STOPPED)
         if error is None or left_by_exit:
             self._end_well(error)
@@ -226,7 +227,7 @@ class Watch:
             self._end_badly(error)
         stopped = self._stopping and not self.reason   # and the script has left its loop
         if stopped or (left_by is not None and left_by.code == STOPPED):
-            self._write_status(STOPPED, self.reason or self.requested)
+            self._write_status(STOPPED, self.reason or self.requested or "stopped")
         else:
             self._write_status(0, self.reason or "finished")
 
@@ -284,7 +285,7 @@ class Watch:
     def _at_exit(self):
         """Python ends. It asks workers to end, by SIGTERM, which they may ignore (worker_init), and
         waits for them without a limit: so they are killed."""
-        if os.getpid() != self._pid:
+        if os.getpid() != self.ddp.pid:
             return
         self._tell_guard(limit=LEAVING)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)   # torch raises an error for a killed worker
@@ -327,7 +328,7 @@ class Watch:
 
     def _request_stop(self, number, _):
         """Handler of the stop signals."""
-        if os.getpid() != self._pid:   # a forked child: do what the signal does by default
+        if os.getpid() != self.ddp.pid:   # a forked child: do what the signal does by default
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return

@@ -344,7 +344,6 @@ def measure_here(args, config):
             write_text_atomic(args.json, json.dumps({"launches": launches}, indent=1))
         if ddp.is_main and not args.measure:
             print_report(launches)
-        barrier(ddp)    # after the end of the ranks their guards give little time
 
 
 def start_ranks(args, argv):

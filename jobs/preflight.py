@@ -439,7 +439,8 @@ def await_verdict_of_rank_0(check, row, report, deadline):
 
 
 def end_without_rank_0(check, report):
-    """One rank, if possible of another host than rank 0, says that this does not answer; all end."""
+    """One rank, if possible of another host than rank 0, says that rank 0 does not answer. All
+    end."""
     ddp = report.ddp
     elsewhere = [rank for rank, host in enumerate(ddp.hosts) if host != ddp.hosts[0]]
     speaker = elsewhere[0] if elsewhere else 1

@@ -133,8 +133,10 @@ class Start:
         for name, value in progress.items():
             progress[name] = self.state.get(name, value)
         if not has_ended(progress, n_iters):
-            if not self._is_of_this_folder():   # the file of the best weights stays in that one
-                progress["best"] = None
+            # Not the parents of the real path: checkpoints/ may be a link to another disk.
+            folder = Path(self.path).absolute().parent.parent
+            if folder.resolve() != self.work_dir.resolve():
+                progress["best"] = None   # the file of these weights is in the former folder
         elif not progress["finished"]:   # it stopped early, and n_iters has been lowered since
             raise ValueError(f"{self.path} is of step {progress['step']:,} of a run that is not "
                              "finished, and training.n_iters or num_epochs asks for "
@@ -157,11 +159,6 @@ class Start:
             run.scaler.load_state_dict(self.state["scaler"])
             if run.ema is not None:
                 run.ema.load_state_dict(self.state["ema"])
-
-    def _is_of_this_folder(self):
-        # Not the parents of the real path: checkpoints/ may be a link to another disk.
-        folder = Path(self.path).absolute().parent.parent
-        return folder.resolve() == self.work_dir.resolve()
 
     def _count_micro_batches(self, ddp):
         """As many as the checkpoint has; in a new run as the config says. Refuses more ranks, or a
@@ -340,11 +337,6 @@ def describe_machine(ddp) -> dict:
             "cpu": torch.backends.cpu.get_cpu_capability()}
 
 
-def describe_versions() -> dict:
-    """Versions of what computed a checkpoint."""
-    return {"torch": str(torch.__version__), "python": sys.version.split()[0]}
-
-
 def machine_differences(state, ddp) -> str:
     """Differences from the machine that wrote the checkpoint `state`, if they may change the last
     bits of results. Text; '' if there are none."""
@@ -367,13 +359,14 @@ def save_run(run, log, ddp, name, keep_last=1, **more) -> str:
     progress = run.progress
     if run.ema is not None:
         more["ema"] = run.ema.state_dict()
+    versions = {"torch": str(torch.__version__), "python": sys.version.split()[0]}
     path = str(run.work_dir / "checkpoints" / name)
     save_checkpoint(path, ddp, keep_last,
                     model=run.bare.state_dict(), optimizer=run.optimizer.state_dict(),
                     scaler=run.scaler.state_dict(), config=config_to_dict(run.config),
                     epoch=progress["step"] // run.steps_per_epoch, micro_batches=run.micro_batches,
                     lr=run.lr, warmup=run.warmup, data=run.fingerprint, world_size=ddp.world_size,
-                    versions=describe_versions(), machine=describe_machine(ddp), **progress, **more)
+                    versions=versions, machine=describe_machine(ddp), **progress, **more)
     run.saved_at = time.monotonic()
     return path
 

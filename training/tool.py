@@ -90,8 +90,8 @@ def write_to_stdout(text):
 
 
 def show_on_rank_0(make_text, ddp):
-    """Print what make_text() returns on rank 0, while the other ranks wait: once ranks have left
-    (cleanup_ddp), guards end what takes longer than two minutes."""
+    """Print what make_text() returns on rank 0, while the other ranks wait: longer than they would
+    at the end of the block, in cleanup_ddp."""
     if ddp.is_main:
         print(make_text(), file=sys.stderr)
     barrier(ddp, timeout=PATIENCE)

@@ -3,6 +3,7 @@ import errno
 import os
 import shutil
 import signal
+import time
 import zipfile
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+import ddp_setup
 from ddp_setup import CannotSave, Ddp, load_checkpoint, newest_checkpoint, save_checkpoint
 from launchers import ROOT, ForkedRanks, fork_ranks
 
@@ -34,11 +36,15 @@ def test_a_checkpoint_of_the_former_version_loads():
 
 
 @pytest.fixture
-def full_disk(tmp_path):
+def full_disk(tmp_path, monkeypatch):
     """Path of a checkpoint of step 1, whose next save finds no room."""
     path = tmp_path / "b.pt"
     save_checkpoint(path, Ddp(), step=1)
-    (tmp_path / f".b.pt.{os.getpid()}.tmp").symlink_to("/dev/full")
+
+    def open_without_room(file, mode):
+        os.symlink("/dev/full", file)
+        return open(file, mode)
+    monkeypatch.setattr(ddp_setup, "open", open_without_room, raising=False)
     return path
 
 
@@ -128,6 +134,19 @@ for _ in range(30):
     size = 10_000 * (1 + state["who"])
     assert torch.equal(state["weight"], torch.full((size,), float(state["who"])))
     assert sorted(os.listdir(tmp_path)) == ["last.pt", "ready0", "ready1", "script.py"]
+
+
+@pytest.mark.parametrize("hours, stays", [(2.0, False), (0.1, True)])
+def test_what_a_killed_save_has_left_is_removed_and_what_may_be_written_now_is_not(
+        hours, stays, tmp_path):
+    """Of a kill in each job of a chain, files of the size of a checkpoint would fill the disk."""
+    left = tmp_path / ".last.pt.12345.tmp"
+    others = tmp_path / ".best.pt.12345.tmp"
+    for path in (left, others):
+        path.touch()
+        os.utime(path, (time.time() - 3600 * hours,) * 2)
+    save_checkpoint(tmp_path / "last.pt", Ddp(), step=1)
+    assert (left.exists(), others.exists()) == (stays, True)
 
 
 # ---------------------------------------------------------------- former ones

@@ -368,6 +368,18 @@ def test_ctrl_c_twice_does_not_change_the_code_of_a_rank_that_has_left(tmp_path)
 
 
 @pytest.mark.parametrize("code", [0, 75], ids=["finished", "stopped"])
+def test_where_python_does_not_end_after_the_block_the_code_is_that_of_the_run(code, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "status.json").write_text(json.dumps({"code": code, "run": "this"}))
+    done = guarded(f"""{BEGUN}
+tell(run_dir="run", run="this")
+tell(left=True, limit=0.5)
+time.sleep(600)
+""", tmp_path, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (code, "")
+
+
+@pytest.mark.parametrize("code", [0, 75], ids=["finished", "stopped"])
 def test_a_sigterm_after_a_good_end_lets_the_rank_finish_what_it_still_writes(code, tmp_path):
     """Such as a profile. Only a failure in status.json means that the launcher ends all."""
     (tmp_path / "run").mkdir()
@@ -507,6 +519,22 @@ with setup_ddp(quiet=True) as ddp, watch_run(ddp, "run", minutes=0):
             f"rank 1 of 3 on {HOST}: died without a word (SIGKILL"], ranks.err()
         assert "Traceback" not in ranks.err()
     assert read_status(tmp_path / "run")["code"] == 1
+
+
+def test_the_guard_of_a_rank_that_dies_in_its_second_watch_tells_it(tmp_path):
+    with by_hand(tmp_path, """
+with setup_ddp(quiet=True) as ddp:
+    with watch_run(ddp, "first") as watch:
+        watch.stop_reason(7)
+    with watch_run(ddp, "second"):
+        os.kill(os.getpid(), 9)
+""", 1) as ranks:
+        assert ranks.codes() == [1]
+        said = f"FAILED: rank 0 of 1 on {HOST}: died without a word (SIGKILL: out of memory?)."
+        assert ranks.err().strip() == f"{said} No checkpoint yet."
+    assert read_status(tmp_path / "first")["code"] == 0
+    status = read_status(tmp_path / "second")
+    assert (status["code"], status["step"]) == (1, None)
 
 
 def test_without_a_run_folder_a_rank_without_progress_shows_its_stacks_and_ends(tmp_path):

@@ -270,7 +270,6 @@ def test_ranks_on_one_host_ask_no_name_service(monkeypatch):
         ddp_setup._place_of_rank_0(alone, env)
 
 
-HYDRA = "MPICH or Intel MPI (Hydra)"
 STEP = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2",
         "SLURM_STEP_NODELIST": "n[0-3]"}
 
@@ -324,33 +323,45 @@ def test_ranks_of_one_launch_compute_the_same_port():
 
 @pytest.mark.parametrize("launcher, one, other", [
     ("Slurm step", dict(SLURM_STEP_ID="0"), dict(SLURM_STEP_ID="1")),
-    (HYDRA, dict(STEP), dict(STEP, SLURM_STEP_ID="1")),    # a step that has PMI's variables too
+    # a step that has PMI's variables too
+    ("MPICH or Intel MPI (Hydra)", dict(STEP), dict(STEP, SLURM_STEP_ID="1")),
     ("torchrun", dict(PBS_JOBID="7[1].pbs"), dict(PBS_JOBID="7[2].pbs")),    # of a job array
     ("torchrun", dict(TORCHELASTIC_RESTART_COUNT="0"), dict(TORCHELASTIC_RESTART_COUNT="1"))])
 def test_another_launch_computes_another_port(launcher, one, other):
     assert computed_port(launcher, **one) != computed_port(launcher, **other)
 
 
-def port_of_a_rank_of_hydra(parent, monkeypatch, **env):
-    """The port that a rank without mpi4py computes. parent: its parent process."""
+ON_ONE_HOST = Place(rank=1, size=2, local_rank=1, local_size=2, nodes=1)
+MPICH = {**ON_ONE_HOST.hydra(), "HYDI_CONTROL_FD": "7"}
+INTEL = {**ON_ONE_HOST.hydra(), "HYDRA_BSTRAP_UPSTREAM_FD": "7"}
+
+
+def port_of_a_child(parent, env, monkeypatch):
+    """The port that a rank of this environment computes. parent: process that has started it."""
     monkeypatch.setattr(os, "getppid", lambda: parent)
-    return computed_port(HYDRA, HYDI_CONTROL_FD="9", **env)
+    return ddp_setup._place_of_rank_0(detect_launcher(env), env).port
 
 
-def test_two_launches_of_hydra_on_one_host_compute_different_ports(monkeypatch):
-    assert port_of_a_rank_of_hydra(41, monkeypatch) != port_of_a_rank_of_hydra(42, monkeypatch)
+@pytest.mark.parametrize("env", [MPICH, INTEL], ids=["MPICH", "Intel MPI"])
+def test_two_launches_of_hydra_on_one_host_compute_different_ports(env, monkeypatch):
+    one = port_of_a_child(41, env, monkeypatch)
+    assert one == port_of_a_child(41, env, monkeypatch) != port_of_a_child(42, env, monkeypatch)
 
 
-def test_ranks_of_one_launch_of_hydra_compute_the_same_port(monkeypatch):
-    assert port_of_a_rank_of_hydra(41, monkeypatch) == port_of_a_rank_of_hydra(41, monkeypatch)
-
-
+@pytest.mark.parametrize("env", [MPICH, INTEL], ids=["MPICH", "Intel MPI"])
 @pytest.mark.parametrize("other_launch, equal", [("41", True), ("42", False)])
 def test_with_a_guard_in_between_its_own_parent_tells_the_launch(
-        other_launch, equal, monkeypatch):
-    one = port_of_a_rank_of_hydra(100, monkeypatch, DDP_GUARD_PARENT="41")
-    other = port_of_a_rank_of_hydra(101, monkeypatch, DDP_GUARD_PARENT=other_launch)
+        other_launch, equal, env, monkeypatch):
+    one = port_of_a_child(100, {**env, "DDP_GUARD_PARENT": "41"}, monkeypatch)
+    other = port_of_a_child(101, {**env, "DDP_GUARD_PARENT": other_launch}, monkeypatch)
     assert (one == other) == equal
+
+
+def test_ranks_of_one_launch_of_hydra_on_two_hosts_compute_the_same_port(monkeypatch):
+    """MPICH starts its processes on the hosts of a Slurm job by srun."""
+    places = [Place(rank, 2, 0, 1) for rank in range(2)]
+    env = [{**place.slurm(), **place.hydra(), "HYDI_CONTROL_FD": "7"} for place in places]
+    assert port_of_a_child(41, env[0], monkeypatch) == port_of_a_child(42, env[1], monkeypatch)
 
 
 def test_no_other_program_gets_a_computed_port_by_asking_for_any():

@@ -218,6 +218,18 @@ def test_a_failure_of_another_run_does_not_stay(tmp_path):
     assert read_status(tmp_path)["reason"] == "ValueError: on purpose"
 
 
+def test_a_forked_child_leaves_the_block_without_a_trace(tmp_path):
+    done = fork_ranks(1, [script(tmp_path, """
+with setup_ddp(quiet=True) as ddp, watch_run(ddp, "run", minutes=0):
+    if os.fork() == 0:
+        sys.exit(3)
+    os.wait()
+    print(open("run/status.json").read())
+""")], tmp_path)
+    assert done.returncode == 0 and "running" in done.stdout, done.text
+    assert read_status(tmp_path / "run")["code"] == 0
+
+
 def test_without_a_run_folder_there_is_no_status(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with watch_run(DDP, minutes=0):
@@ -517,7 +529,7 @@ with setup_ddp(quiet=True) as ddp, watch_run(ddp, "run", minutes=2 / 60) as watc
     while ddp.rank == 1:
         watch.progress()
         time.sleep(0.05)
-""")], tmp_path)
+""")], tmp_path, timeout=100)
     cause = "rank(s) 1 of 2 did not come to the end of the run within 2 s"
     expected = f"FAILED: rank 0 of 2 on {HOST}: {cause}. No checkpoint yet."
     assert done.returncode == 70 and done.stderr.splitlines()[-1] == expected, done.text

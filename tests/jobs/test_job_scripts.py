@@ -190,7 +190,7 @@ def test_under_slurm_the_run_stops_so_long_before_the_end_of_the_job(save_second
 # In place of mpiexec and srun. A line of `outcomes` per call: what status.json says (-: none), the
 # exit code, and perhaps `old` (no new checkpoint), `cancel` (SIGTERM to the job), `late` (the same
 # once its time is over), `suspect` (of a pre-flight, which names hostA) or `dies:HOST` (as the
-# guard of a rank says it).
+# guard of a rank says it; `early:HOST`: before the ranks have met).
 FAKE_LAUNCHER = """#!/bin/bash
 echo "$DDP_WORLD_SIZE $*" >> "$SITE/launched"
 echo "${DDP_DEADLINE:-}" > "$SITE/deadline"
@@ -209,6 +209,7 @@ if [ "$more" = suspect ]; then echo "suspect hosts: hostA"; fi
 if [[ $more = dies:* ]]; then
   echo "FAILED: rank 1 of 4 on ${more#dies:}: died (SIGKILL: out of memory?). Last checkpoint: any"
 fi
+if [[ $more = early:* ]]; then echo "FAILED: rank 1 on ${more#early:}: died without a word"; fi
 if [ "$more" != old ]; then echo "$RANDOM" > "$run/checkpoints/last.pt"; fi
 if [ "$more" = late ]; then
   until [ "$(date +%s)" -gt "$((DDP_DEADLINE + 1))" ]; do sleep 0.1; done
@@ -825,7 +826,8 @@ def ranks_started(site):
     ("null 143 dies:hostA", {}, [4, 2]), ("null 137", {}, [4, 4]), ("1 143 dies:hostC", {}, [4, 4]),
     ("0 0", {}, [4]), ("75 75", {}, [4]), ("130 1", {}, [4]), ("2 143", {}, [4]),
     # Without status.json it has not begun; PALS' 143 may then be a refusal.
-    ("- 1 dies:hostB", {}, [4, 2]), ("- 143", {}, [4]), ("- 2", {}, [4]),
+    ("- 1 dies:hostB", {}, [4, 2]), ("- 1 early:hostB", {}, [4, 2]), ("- 143", {}, [4]),
+    ("- 2", {}, [4]),
     ("1 1 cancel", {}, [4]), ("1 1 dies:hostB", {"RETRIES": "0"}, [4]),
     # Of two hours, less than five minutes are left until the run has to save.
     ("1 1 dies:hostB", {"SAVE_SECONDS": "7000", "END": 7200}, [4])])
@@ -1354,7 +1356,8 @@ while :; do sleep 0.1; done
         os.killpg(running.process.pid, getattr(signal, name))      # as a terminal does
         result = running.wait(600)
     asked, = (project / "asked").read_text().splitlines()
-    assert result.returncode != 0 and asked.endswith("jobs/preflight.py --slow 0.01"), result.text
+    assert result.returncode == 128 + getattr(signal, name), result.text
+    assert asked.endswith("jobs/preflight.py --slow 0.01"), result.text
 
 
 @pytest.mark.slow
