@@ -1138,7 +1138,7 @@ def _hook_exceptions(ddp):
     before = sys.excepthook
 
     def end_all(kind, error, tb):
-        if dist.is_initialized():   # not after cleanup_ddp
+        if dist.is_initialized() and os.getpid() == ddp.pid:   # not after cleanup_ddp
             _end_by(ddp, error)
         before(kind, error, tb)
 

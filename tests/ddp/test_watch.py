@@ -301,6 +301,7 @@ def test_bad_input_is_told_without_a_last_line(tmp_path, capsys):
 def guard(monkeypatch):
     """A file descriptor of what this process tells its parent, which is taken for its guard."""
     read, write = os.pipe()
+    os.set_blocking(read, False)
     monkeypatch.setenv("DDP_GUARD_FD", f"{write}:{os.getppid()}")
     return read
 
@@ -320,7 +321,6 @@ def test_code_without_the_watch_gives_signs_of_progress_in_its_block_alone(guard
         assert json.loads(os.read(guard, 1 << 16)) == {"step": 3}
     os.read(guard, 1 << 16)
     note_progress()
-    os.set_blocking(guard, False)
     with pytest.raises(BlockingIOError):
         os.read(guard, 1 << 16)
 
