@@ -61,6 +61,7 @@ LIKELY_CAUSES = {signal.SIGKILL: ": out of memory?", signal.SIGBUS: ": is /dev/s
 WAITING = ("torch/distributed", "torch/autograd", "ddp_setup.py", "ddp_watch.py")
 RANK_VARIABLES = ("DDP_RANK", "RANK", "OMPI_COMM_WORLD_RANK", "PALS_RANKID", "PMI_RANK",
                   "SLURM_PROCID")
+INNER_LAUNCHERS = ("DDP_RANK", "TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "MPI_LOCALRANKID")
 
 
 # ---------------------------------------------------------------- the start
@@ -106,15 +107,14 @@ def start_rank(command):
     """Start the rank; returns its process, and the end of the pipe from which it is heard."""
     pipe, ranks_end = os.pipe()
     os.set_inheritable(ranks_end, True)
-    # Descriptor of the pipe, and the guard, which must be the rank's parent. And the parent of the
-    # guard, which is the launcher, as ddp_setup.py sees it without a guard.
-    told = {"DDP_GUARD_FD": f"{ranks_end}:{os.getpid()}", "DDP_GUARD_PARENT": str(os.getppid())}
+    # Descriptor of the pipe, and the guard, which must be the rank's parent.
+    address = f"{ranks_end}:{os.getpid()}"
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)   # if ignored, exit codes are lost
     rank = subprocess.Popen(
         command,
         preexec_fn=prepare_rank,
         close_fds=False,    # MPICH and Intel MPI give the rank a descriptor
-        env={**os.environ, **told})
+        env={**os.environ, "DDP_GUARD_FD": address})
     os.close(ranks_end)
     return rank, pipe
 
@@ -139,7 +139,7 @@ class Known:
         self.rank = rank_by_environment()
         self.size = None       # number of ranks; None: watch_run has not begun
         self.host = socket.gethostname()
-        self.slurm_step = ""   # such as 77.0, if srun has started it: to be cancelled if it fails
+        self.slurm_step = step_by_environment()   # to be cancelled if the rank fails
         self.limit = 0.0       # seconds that it may be without progress; 0: no limit
         self.run_dir = None    # for status.json and the stacks
         self.run = None        # identifies this run in status.json
@@ -170,6 +170,15 @@ def rank_by_environment():
         if os.environ.get(name, "").isdigit():
             return int(os.environ[name])
     return 0
+
+
+def step_by_environment():
+    """Slurm's step, such as 77.0, if srun itself seems to have started several ranks, else "". Not
+    at a terminal, where the first task may be a person's shell (srun --pty)."""
+    n_tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "")
+    if n_tasks in ("", "1") or os.isatty(0) or any(name in os.environ for name in INNER_LAUNCHERS):
+        return ""
+    return f"{os.environ.get('SLURM_JOB_ID')}.{os.environ.get('SLURM_STEP_ID')}"
 
 
 class Guard:

@@ -21,7 +21,9 @@ What a script calls comes first, in the order in which it calls it; how it works
 picture above each section. `python ddp_setup.py` prints what is found here and would be chosen.
 To stop in good order at a signal or the walltime, and to end hangs: ddp_watch.py, a second file.
 """
+import atexit
 import contextlib
+import errno
 import faulthandler
 import hashlib
 import importlib.metadata
@@ -55,6 +57,7 @@ STOPPED = 75       # stopped on request, work is left: the block may be left wit
 # Seconds.
 PATIENCE = 1800.0  # for all ranks to reach a barrier, or cleanup_ddp
 LAST_WORDS = 1.5   # the other ranks wait for the rank at fault, which speaks first
+RANK_0_FIRST = 1.0  # and for rank 0, if all are at fault
 FORWARDING = 0.5   # for a launcher to forward what was printed, before it ends all
 GRACE = 20.0       # for a launcher to end this rank, or for others to leave the store
 CLOSING = 60.0     # for torch and MPI to close their connections
@@ -155,14 +158,12 @@ def setup_ddp(device: str = "auto", backend: str = "auto", seed: int = 0, ranks:
             raise
         problem = str(error)   # perhaps of this rank alone: rank 0 tells all, see _problem_of
     if ddp.world_size > 1:
-        if setup_ddp.has_met:
-            raise SetupError("setup_ddp was called a second time. Several ranks can meet once in a "
-                             "process: expected one call, around all that they do.")
-        setup_ddp.has_met = True
         ddp = _join(ddp, env, init_timeout, problem)
         _hook_exceptions(ddp)
     else:
         ddp = replace(ddp, hosts=(ddp.host,))
+        if mpi is not None:   # it was needed to tell that there is no other rank
+            atexit.register(_end_mpi, mpi)
     _seed_all(seed)
     if not quiet:
         hosts = len(set(ddp.hosts))
@@ -801,7 +802,7 @@ def _place_of_rank_0(ddp, env):
 def _computed_port(ddp, env):
     """A port that all ranks of this launch compute alike, below the kernel's ephemeral ports."""
     jobs = [env[name] for name in JOBS.split() if env.get(name)]
-    name = "-".join([*jobs, _launch_name(ddp, env), _process_of_hydra(ddp, env)])
+    name = "-".join([*jobs, _launch_name(ddp, env), _launch_of_hydra(ddp, env)])
     return 10000 + seed_for(f"{ddp.launcher} {name} {ddp.world_size}") % 20000
 
 
@@ -818,13 +819,14 @@ def _launch_name(ddp, env):
     return "-".join(env[name] for name in names.split() if env.get(name))
 
 
-def _process_of_hydra(ddp, env):
-    """Process id of Hydra, by which ranks on its host tell their launch from others; "" for other
-    launchers. ddp_guard.py, which is between the two, passes it on."""
-    by_hydra = ddp.launcher == HYDRA and _is_own(HYDRA, env)
-    if not by_hydra or not ddp.on_one_host:
+def _launch_of_hydra(ddp, env):
+    """What tells a launch of Hydra from others on its host: Intel's has a name, and all ranks of
+    MPICH's inherit one socket. "" for other launchers."""
+    if ddp.launcher != HYDRA or not ddp.on_one_host:
         return ""
-    return env.get("DDP_GUARD_PARENT") or str(os.getppid())
+    with contextlib.suppress(KeyError, ValueError, OSError):
+        return env.get("I_MPI_HYDRA_UUID") or str(os.fstat(int(env["HYDI_CONTROL_FD"])).st_ino)
+    return ""
 
 
 def _first_host(nodelist):
@@ -898,6 +900,10 @@ def _join(ddp, env, limit, problem):
     """Meet all ranks in the store, check that they fit together, make the process group.
 
     limit: seconds. problem: what this rank has to report instead of joining, or ""."""
+    if setup_ddp.has_met:
+        raise SetupError("setup_ddp was called a second time. Several ranks can meet once in a "
+                         "process: expected one call, around all that they do.")
+    setup_ddp.has_met = True
     store, address = _open_store(ddp, env, limit)
     # torchrun's agent keeps its store over restarts; and two runs may be given one port
     prefix = f"ddp/{_launch_name(ddp, env)}"
@@ -1086,7 +1092,7 @@ def _time_limit(seconds):
 # ---------------------------------------------------------------- one of several fails, all end
 #   rank at fault       prints its error at once if it is rank 0, else after 1.5 s
 #   the other ranks     lose it, in a collective: their error is a RuntimeError, so they wait 1.5 s
-#                       too, in which the launcher mostly ends them
+#                       too, or 2.5, in which the launcher mostly ends them
 #   launcher            ends all for an exit code (torchrun, Open MPI), or is asked to
 def await_culprit(ddp: Ddp, error: BaseException | None = None) -> None:
     """Give another rank, which may be the one at fault, time to speak first.
@@ -1096,6 +1102,8 @@ def await_culprit(ddp: Ddp, error: BaseException | None = None) -> None:
     perhaps_lost = isinstance(error, RuntimeError) and not out_of_memory
     if perhaps_lost or not ddp.is_main:
         time.sleep(LAST_WORDS)
+    if perhaps_lost and not ddp.is_main:   # of all ranks with one error, rank 0 speaks
+        time.sleep(RANK_0_FIRST)
 
 
 def words_of(error: BaseException) -> tuple[str, int]:
@@ -1235,9 +1243,11 @@ def _damage_of(path):
     try:
         with zipfile.ZipFile(path) as file:
             record = file.testzip()
-    except (OSError, MemoryError):   # the file itself may be good
+    except MemoryError:   # the file itself may be good
         raise
-    except Exception as error:   # of many types, by what is damaged
+    except Exception as error:   # of many types, by what is damaged; EINVAL: a wrong offset in it
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:
+            raise
         return _in_one_line(error)
     return f"it is damaged, the checksum of its record {record} is wrong" if record else ""
 

@@ -83,6 +83,7 @@ class Watch:
     current: "Watch | None" = None   # of this process, whose signals and timer it has
 
     def __init__(self, ddp, run_dir, minutes, signals):
+        _deadline()   # refuses a wrong DDP_DEADLINE before anything is done
         self.ddp = ddp
         self.run_dir = None        # from take_folder on
         self.step = None           # number of steps done
@@ -154,10 +155,10 @@ class Watch:
         self._advice = advice
         self._tell_guard(saved=f"{self._checkpoint} {advice}")
 
-    def take_folder(self, run_dir: str | os.PathLike) -> None:
+    def take_folder(self, run_dir: str | os.PathLike, minutes: float | None = None) -> None:
         """Take the lock of a run folder, and write its status from here on. A collective.
 
-        Raises: as watch_run."""
+        minutes: another limit without progress from here on. Raises: as watch_run."""
         run_dir = os.path.abspath(run_dir)
         told = None
         if self.ddp.is_main:
@@ -167,7 +168,9 @@ class Watch:
             raise ValueError(problem)
         self.run_dir = run_dir
         self._checkpoint = self._checkpoint or "No checkpoint yet."
-        self._tell_guard(run_dir=run_dir, run=self.run,
+        if minutes is not None and self._limit:
+            self._limit = minutes * 60
+        self._tell_guard(run_dir=run_dir, run=self.run, limit=self._limit,
                          saved=f"{self._checkpoint} {self._advice}")
         if self._limit and self._guard is not None:
             self._open_stacks()
@@ -186,12 +189,13 @@ class Watch:
         if Watch.current is not None:
             raise RuntimeError("watch_run was called inside the block of another watch_run; "
                                "expected one at a time in a process.")
-        _deadline()   # refuses a wrong DDP_DEADLINE before anything is written
         if self._wanted_dir is not None:
             self.take_folder(self._wanted_dir)
         ddp = self.ddp
         self._tell_guard(rank=ddp.rank, size=ddp.world_size, host=ddp.host, limit=self._limit,
-                         slurm_step=slurm_step(ddp), step=None, spoken=False, left=False)
+                         slurm_step=slurm_step(ddp), run_dir=self.run_dir, run=self.run,
+                         saved=f"{self._checkpoint} {self._advice}", step=None, spoken=False,
+                         left=False)
         Watch.current = self
         self._set_handlers()
         self._extend_timeout()
@@ -275,7 +279,7 @@ class Watch:
         """Give back what belongs to the process: signals, timer, lock."""
         Watch.current = None
         self._restore_handlers()
-        if self._guard is None:
+        if self._guard is None and self._limit:
             faulthandler.cancel_dump_traceback_later()
         self._close_stacks()
         self._tell_guard(limit=0.0, left=True)
@@ -310,7 +314,7 @@ class Watch:
         if by_script or not self._limit or self.ddp.world_size == 1:
             return
         if hasattr(dist, "set_timeout"):   # torch 2.14
-            with contextlib.suppress(RuntimeError):   # a backend without a limit
+            with contextlib.suppress(RuntimeError, TypeError):   # a backend without a limit
                 dist.set_timeout(timedelta(seconds=2 * self._limit + GRACE))
 
     # ------------------------------------------------ signals

@@ -35,7 +35,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ddp_setup import (Ddp, abort, all_mean, all_sum, broadcast, cleanup_ddp, gather,
+from ddp_setup import (BACKENDS, Ddp, abort, all_mean, all_sum, broadcast, cleanup_ddp, gather,
                        load_checkpoint, optimize_with_ipex, save_checkpoint, setup_ddp, unwrap_ddp,
                        wrap_ddp)
 
@@ -80,7 +80,7 @@ def read_arguments(argv: list[str] | None) -> argparse.Namespace:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--device", default="auto", choices=("auto", "cpu", "cuda", "xpu"))
-    add("--backend", default="auto", choices=("auto", "nccl", "gloo", "xccl", "ccl"))
+    add("--backend", default="auto", choices=("auto", *BACKENDS))
     add("--ipex", default="auto", choices=("auto", "on", "off"),
         help="auto: where Intel GPUs need it")
     add("--timeout", type=float, default=60.0,

@@ -54,7 +54,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ddp_setup import SetupError, abort, broadcast, detect_launcher, setup_ddp, slurm_step
+from ddp_setup import (BACKENDS, SetupError, abort, broadcast, detect_launcher, setup_ddp,
+                       slurm_step)
 
 FAILED = 3                  # exit code: a check failed
 USAGE = 2                   # exit code: wrong arguments
@@ -569,7 +570,7 @@ def read_arguments(argv):
     add("--slow", type=float, help="fraction of the median rate below which a device is slow "
                                    "(default 0.5; on CPUs, which others may use too, 0.1)")
     add("--device", default="auto", choices=("auto", "cpu", "cuda", "xpu"))
-    add("--backend", default="auto", choices=("auto", "nccl", "gloo", "xccl", "ccl"))
+    add("--backend", default="auto", choices=("auto", *BACKENDS))
     add("--init_timeout", type=float, default=90.0, help="seconds to wait for all ranks")
     args = parser.parse_args(argv)
     if not 0 < args.timeout < 1e9:   # true for nan too

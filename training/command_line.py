@@ -25,7 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddp_setup import BAD_INPUT, STOPPED, CannotSave, Ddp, abort, detect_launcher, setup_ddp
+from ddp_setup import (BACKENDS, BAD_INPUT, STOPPED, CannotSave, Ddp, abort, detect_launcher,
+                       setup_ddp)
 from ddp_watch import INTERRUPTED, STOP_SIGNALS, watch_run
 from training.launch import start_ranks_if_asked
 from training.loop import Diverged
@@ -112,13 +113,20 @@ def ranks_meet(command):
                         timeout=collective_timeout, init_timeout=launch.init_timeout)
     except (ValueError, RuntimeError) as error:
         exit_before_start(command, error)
-    with ddp, watch_run(ddp, minutes=minutes, signals=signals) as watch:
+    if minutes:   # while loading, allow at least the time to meet; take_folder sets the other limit
+        minutes = max(minutes, launch.init_timeout / 60)
+    with ddp:
         try:
-            yield ddp, watch
-        except KeyboardInterrupt:
-            watch.abort("interrupted (Ctrl-C)", INTERRUPTED)
-        except (Diverged, CannotSave) as error:
-            watch.abort(str(error), advise=False)
+            watch = watch_run(ddp, minutes=minutes, signals=signals)
+        except ValueError as error:   # DDP_DEADLINE is no time
+            abort(ddp, f"error: {error}", BAD_INPUT)
+        with watch:
+            try:
+                yield ddp, watch
+            except KeyboardInterrupt:
+                watch.abort("interrupted (Ctrl-C)", INTERRUPTED)
+            except (Diverged, CannotSave) as error:
+                watch.abort(str(error), advise=False)
 
 
 def exit_before_start(command, error):
@@ -209,7 +217,7 @@ def add_launch_arguments(parser):
     """Add the launch options of all scripts to an argparse parser."""
     add = parser.add_argument_group("launch").add_argument
     add("--device", default="auto", choices=("auto", "cpu", "cuda", "xpu"))
-    add("--backend", default="auto", choices=("auto", "nccl", "gloo", "ccl", "xccl", "xpu"))
+    add("--backend", default="auto", choices=("auto", *BACKENDS, "xpu"))
     add("--ranks", type=int, help="refuse any other number of ranks")
     add("--init_timeout", type=float, default=300.0, help="seconds to wait for all ranks")
     add("--nproc_per_node", type=int, help="start this many ranks on this node (with "

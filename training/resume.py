@@ -13,7 +13,8 @@ A script's `prepare` asks one object, which is the same for a new run and a cont
     path = save_run(run, log, ddp, "last.pt", keep_last=2)
 
 The first call refuses a checkpoint that does not fit the config; each other call refuses one that
-does not fit what it is given. A start never writes before all of them have passed.
+does not fit what it is given. A start never writes before all of them have passed (a
+damaged checkpoint is renamed, see ddp_setup.newest_checkpoint).
 
 A run folder holds its checkpoints in checkpoints/: last.pt, the former ones last-1.pt and so on,
 and those of the best weights.

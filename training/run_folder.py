@@ -36,7 +36,7 @@ def take_folder(run, ddp, watch, fresh, folders) -> None:
         return
     if fresh and ddp.is_main:
         rename_former(run.work_dir)
-    watch.take_folder(run.work_dir)
+    watch.take_folder(run.work_dir, run.config.monitoring.watchdog_minutes)
     if run.continued_from:
         watch.saved(run.continued_from, run.progress["step"], HOW_TO_GO_ON)
     if ddp.is_main:

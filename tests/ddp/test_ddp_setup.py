@@ -332,36 +332,33 @@ def test_another_launch_computes_another_port(launcher, one, other):
 
 
 ON_ONE_HOST = Place(rank=1, size=2, local_rank=1, local_size=2, nodes=1)
-MPICH = {**ON_ONE_HOST.hydra(), "HYDI_CONTROL_FD": "7"}
-INTEL = {**ON_ONE_HOST.hydra(), "HYDRA_BSTRAP_UPSTREAM_FD": "7"}
 
 
-def port_of_a_child(parent, env, monkeypatch):
-    """The port that a rank of this environment computes. parent: process that has started it."""
-    monkeypatch.setattr(os, "getppid", lambda: parent)
+def port_of(env):
     return ddp_setup._place_of_rank_0(detect_launcher(env), env).port
 
 
-@pytest.mark.parametrize("env", [MPICH, INTEL], ids=["MPICH", "Intel MPI"])
-def test_two_launches_of_hydra_on_one_host_compute_different_ports(env, monkeypatch):
-    one = port_of_a_child(41, env, monkeypatch)
-    assert one == port_of_a_child(41, env, monkeypatch) != port_of_a_child(42, env, monkeypatch)
+def test_two_launches_of_mpich_on_one_host_compute_different_ports():
+    """All ranks of a launch have inherited the same socket."""
+    with socket.socket() as one, socket.socket() as other, one.dup() as inherited:
+        ports = [port_of({**ON_ONE_HOST.hydra(), "HYDI_CONTROL_FD": str(held.fileno())})
+                 for held in (one, inherited, other)]
+    assert ports[0] == ports[1] != ports[2]
 
 
-@pytest.mark.parametrize("env", [MPICH, INTEL], ids=["MPICH", "Intel MPI"])
-@pytest.mark.parametrize("other_launch, equal", [("41", True), ("42", False)])
-def test_with_a_guard_in_between_its_own_parent_tells_the_launch(
-        other_launch, equal, env, monkeypatch):
-    one = port_of_a_child(100, {**env, "DDP_GUARD_PARENT": "41"}, monkeypatch)
-    other = port_of_a_child(101, {**env, "DDP_GUARD_PARENT": other_launch}, monkeypatch)
-    assert (one == other) == equal
+def test_two_launches_of_intel_mpi_on_one_host_compute_different_ports():
+    ports = [port_of({**ON_ONE_HOST.hydra(), "I_MPI_HYDRA_UUID": name}) for name in "aab"]
+    assert ports[0] == ports[1] != ports[2]
 
 
-def test_ranks_of_one_launch_of_hydra_on_two_hosts_compute_the_same_port(monkeypatch):
+def test_ranks_of_one_launch_of_hydra_on_two_hosts_compute_the_same_port():
     """MPICH starts its processes on the hosts of a Slurm job by srun."""
     places = [Place(rank, 2, 0, 1) for rank in range(2)]
-    env = [{**place.slurm(), **place.hydra(), "HYDI_CONTROL_FD": "7"} for place in places]
-    assert port_of_a_child(41, env[0], monkeypatch) == port_of_a_child(42, env[1], monkeypatch)
+    with socket.socket() as one, socket.socket() as other:
+        ports = [port_of({**place.slurm(), **place.hydra(),
+                          "HYDI_CONTROL_FD": str(held.fileno())})
+                 for place, held in zip(places, (one, other))]
+    assert ports[0] == ports[1]
 
 
 def test_no_other_program_gets_a_computed_port_by_asking_for_any():
