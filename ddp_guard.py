@@ -73,6 +73,7 @@ def supervise(command: list[str] | None = None) -> None:
 
     Args:
         command: the program to guard and its arguments; None: this script, with its arguments."""
+    _open_standard_files()
     is_a_script = _is_a_script()
     if is_a_script and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)   # Ctrl-C in an import: no traceback
@@ -86,6 +87,15 @@ def supervise(command: list[str] | None = None) -> None:
         return
     rank, pipe = start_rank(command or [sys.executable, *sys.orig_argv[1:]])
     Guard(rank, pipe).run()
+
+
+def _open_standard_files():
+    """Where stdin, stdout or stderr is closed, open /dev/null in its place: the first file that a
+    rank opens, perhaps its lock, would take the number, and get what is printed there."""
+    descriptor = os.open(os.devnull, os.O_RDWR)
+    while descriptor <= 2:
+        descriptor = os.open(os.devnull, os.O_RDWR)
+    os.close(descriptor)
 
 
 def _is_a_script():
@@ -259,7 +269,8 @@ class Guard:
     def end(self, code):
         """The process of the rank has ended with this code: of a signal its negative number."""
         known = self.known
-        if known.left:
+        asked_to_end = code in (-signal.SIGTERM, -signal.SIGINT)
+        if known.left and (code >= 0 or asked_to_end):
             os._exit(code if code >= 0 else 128 - code)
         if code == -signal.SIGINT:
             if known.rank == 0:
@@ -281,9 +292,8 @@ class Guard:
         """The rank is at its limit: have it write its stacks, and say who is late."""
         self.ending = True
         known = self.known
-        if known.left:   # all is done, but Python does not end
-            self.rank.kill()
-            self.leave(status_code(known) or 0)
+        if known.left:
+            self.fail(HANG, f"the run has ended, but Python did not within {known.limit:.0f} s")
         if known.spoken or self.rank.poll() is not None:   # it has said why it ends, and hangs
             self.rank.kill()
             self.leave(FAILED)

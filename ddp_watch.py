@@ -54,6 +54,7 @@ SAME_CTRL_C = 0.2   # between two signals of one Ctrl-C, from the terminal and f
 CLOSING = 60.0      # for a rank that has said why it ends
 LEAVING = 120.0     # for Python to end: a profiler may still write its traces
 WORKERS = 1.0       # for DataLoader workers to end with it
+MOST_MINUTES = 1e6  # as timers hold no more than some years
 
 
 # ---------------------------------------------------------------- what a script calls
@@ -84,6 +85,8 @@ class Watch:
 
     def __init__(self, ddp, run_dir, minutes, signals):
         _deadline()   # refuses a wrong DDP_DEADLINE before anything is done
+        if not 0 <= minutes <= MOST_MINUTES:
+            raise ValueError(f"minutes is {minutes}; expected 0 (no limit) to {MOST_MINUTES:.0f}")
         self.ddp = ddp
         self.run_dir = None        # from take_folder on
         self.step = None           # number of steps done
@@ -141,7 +144,7 @@ class Watch:
         """A sign of progress: the limit begins anew. step: number of steps done; None: as before,
         as between two steps."""
         if step is not None:
-            self.step = step
+            self.step = int(step)   # perhaps of numpy
         if self._guard is not None:
             self._tell_guard(step=self.step)
         elif self._limit:   # no guard: this rank can only print its own stacks, and exit
@@ -225,10 +228,8 @@ class Watch:
         """Wait for all ranks, as none of them shall fail after status 0, and write it.
 
         left_by: the SystemExit by which the block was left, or None."""
-        try:
-            self._await_others()
-        except RuntimeError as error:   # perhaps another rank has died
-            self._end_badly(error)
+        with contextlib.suppress(RuntimeError):   # the store has ended: who has ended it tells why,
+            self._await_others()                  # or cleanup_ddp
         stopped = self._stopping and not self.reason   # and the script has left its loop
         if stopped or (left_by is not None and left_by.code == STOPPED):
             self._write_status(STOPPED, self.reason or self.requested or "stopped")
@@ -249,8 +250,8 @@ class Watch:
         missing = wait_for_ranks(self.ddp, limit)
         if missing:
             who = ", ".join(map(str, missing[:20]))
-            self.abort(f"rank(s) {who} of {self.ddp.world_size} did not come to the end of the run "
-                       f"within {limit:.0f} s", HANG)
+            self.abort(f"this rank left the block of watch_run after step {self.step}, but "
+                       f"rank(s) {who} did not within {limit:.0f} s", HANG)
 
     def _end(self, text, code, cause, advise):
         """End all ranks. If another one has said why, wait silently for the launcher to do so."""
@@ -432,6 +433,9 @@ def lock_folder(folder: str | os.PathLike) -> IO:
     except OSError as error:
         print(f"ATTENTION: {folder} is on a file system without locks ({error.strerror}): nothing "
               f"keeps a second run out", flush=True)
+    if os.stat(file.name).st_ino != os.fstat(file.fileno()).st_ino:   # renamed meanwhile
+        file.close()
+        raise ValueError(f"another run has just renamed {folder}. Start again.")
     return file
 
 
@@ -478,7 +482,8 @@ def _set_timer(seconds):
 def _have_stacks_written(file):
     """Have faulthandler write the stacks there if the guard asks by SIGQUIT: it answers even while
     a library call holds the GIL. file: None means stderr."""
-    with contextlib.suppress(ValueError, AttributeError, OSError):   # stderr is no real file
+    # stderr is no real file, or closed.
+    with contextlib.suppress(ValueError, AttributeError, OSError, RuntimeError):
         faulthandler.register(signal.SIGQUIT, file or sys.__stderr__)
 
 

@@ -132,7 +132,7 @@ def ranks_meet(command):
 def exit_before_start(command, error):
     """Print an error of this rank, and exit."""
     error = command.problem or error   # the first one
-    default_code = BAD_INPUT if isinstance(error, ValueError) else 1
+    default_code = BAD_INPUT if isinstance(error, (ValueError, OSError)) else 1
     print(f"error: {error}", file=sys.stderr)
     sys.exit(getattr(error, "code", default_code))
 

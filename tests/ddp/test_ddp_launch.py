@@ -110,7 +110,7 @@ with setup_ddp(quiet=True) as ddp, watch_run(ddp, "out") as watch:
     ("sys.excepthook = lambda *_: None; before = lambda: 1 / 0", 1, 1, 1, "ZeroDivisionError"),
     ("before = lambda: os._exit(1)", 1, 1, 1, "left with exit code 1"),
     ("before = lambda: os.kill(os.getpid(), 19)", 0, 70, 70,
-     "rank(s) 1 of 2 did not come to the end of the run within 3 s"),
+     "rank(s) 1 did not within 3 s"),
     # the run has ended well, so the exit code alone tells
     ("torch.distributed.destroy_process_group = lambda: os.kill(os.getpid(), 9)", 1,
      128 + signal.SIGKILL, 0, ""),
