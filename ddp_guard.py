@@ -94,6 +94,7 @@ def _open_standard_files():
     rank opens, perhaps its lock, would take the number, and get what is printed there."""
     descriptor = os.open(os.devnull, os.O_RDWR)
     while descriptor <= 2:
+        os.set_inheritable(descriptor, True)
         descriptor = os.open(os.devnull, os.O_RDWR)
     os.close(descriptor)
 

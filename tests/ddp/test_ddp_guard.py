@@ -258,6 +258,17 @@ def test_slurm_is_asked_to_end_the_step_of_a_rank_that_fails(end, step, cancelle
     assert "no server" not in done.stderr, "the line FAILED stays the last one"
 
 
+@pytest.mark.parametrize("env, step", [
+    ({"SLURM_STEP_NUM_TASKS": "2"}, "77.3"), ({"SLURM_STEP_NUM_TASKS": "1"}, ""), ({}, ""),
+    ({"SLURM_STEP_NUM_TASKS": "2", "TORCHELASTIC_RUN_ID": "none"}, ""),
+    ({"SLURM_STEP_NUM_TASKS": "2", "MPI_LOCALRANKID": "0"}, "")])
+def test_without_a_watch_a_guard_finds_the_step_of_its_rank_itself(env, step, monkeypatch):
+    for name, value in {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "3", **env}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "isatty", lambda _: False)
+    assert Known().slurm_step == step
+
+
 @pytest.mark.parametrize("terminal, step", [(False, "77.3"), (True, "")])
 def test_a_rank_tells_its_step_unless_it_is_at_a_terminal(terminal, step, monkeypatch):
     """A person's shell, in which it runs, may be a task of it: srun -n 4 --pty bash."""
@@ -367,16 +378,38 @@ def test_ctrl_c_twice_does_not_change_the_code_of_a_rank_that_has_left(tmp_path)
     assert (done.returncode, done.stderr) == (75, "")
 
 
-@pytest.mark.parametrize("code", [0, 75], ids=["finished", "stopped"])
-def test_where_python_does_not_end_after_the_block_the_code_is_that_of_the_run(code, tmp_path):
+def test_where_python_does_not_end_after_the_block_that_is_told_beside_the_end_of_the_run(tmp_path):
+    """It may have failed after the block: code 0 would hide that."""
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "status.json").write_text(json.dumps({"code": code, "run": "this"}))
+    (tmp_path / "run" / "status.json").write_text(json.dumps({"code": 0, "run": "this"}))
     done = guarded(f"""{BEGUN}
 tell(run_dir="run", run="this")
 tell(left=True, limit=0.5)
 time.sleep(600)
 """, tmp_path, cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (code, "")
+    assert done.returncode == 70 and "the run has ended, but Python did not" in done.stderr
+    assert read_status(tmp_path / "run")["code"] == 0
+
+
+def test_a_rank_that_is_killed_after_the_block_is_told_too(tmp_path):
+    done = guarded(f"{BEGUN}tell(left=True)\nos.kill(os.getpid(), 9)\n", tmp_path)
+    assert done.returncode == 1 and "died without a word (SIGKILL" in done.stderr
+
+
+def test_where_stderr_is_closed_a_run_goes_on_and_nothing_else_gets_its_number(tmp_path):
+    done = guarded("""
+import os
+from ddp_setup import *
+from ddp_watch import *
+with setup_ddp(quiet=True) as ddp, watch_run(ddp, "run"):
+    print(os.readlink("/proc/self/fd/2"))
+""", tmp_path, cwd=tmp_path, stderr=None, preexec_fn=close_stderr)
+    assert (done.returncode, done.stdout) == (0, "/dev/null\n")
+    assert read_status(tmp_path / "run")["code"] == 0
+
+
+def close_stderr():
+    os.close(2)
 
 
 @pytest.mark.parametrize("code", [0, 75], ids=["finished", "stopped"])

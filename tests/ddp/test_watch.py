@@ -13,6 +13,7 @@ import traceback
 
 import pytest
 
+import ddp_watch
 from ddp_setup import STOPPED, Ddp
 from ddp_watch import lock_folder, note_progress, watch_run
 from launchers import ROOT, ForkedRanks, await_that, fork_ranks, own_tracebacks, read_status
@@ -530,7 +531,8 @@ with setup_ddp(quiet=True) as ddp, watch_run(ddp, "run", minutes=2 / 60) as watc
         watch.progress()
         time.sleep(0.05)
 """)], tmp_path, timeout=100)
-    cause = "rank(s) 1 of 2 did not come to the end of the run within 2 s"
+    cause = ("this rank left the block of watch_run after step None, but rank(s) 1 did not within "
+             "2 s")
     expected = f"FAILED: rank 0 of 2 on {HOST}: {cause}. No checkpoint yet."
     assert done.returncode == 70 and done.stderr.splitlines()[-1] == expected, done.text
     status = read_status(tmp_path / "run")
@@ -569,3 +571,54 @@ with setup_ddp(quiet=True) as ddp, watch_run(ddp, "run", minutes=0):
 """)], tmp_path)
     assert f"FAILED: rank 1 of 2 on {HOST}: ValueError: on purpose." in done.stderr, done.text
     assert "on purpose" in read_status(tmp_path / "run")["reason"]
+
+
+def test_of_all_ranks_with_one_error_one_says_so(tmp_path):
+    """A RuntimeError may also be of a rank that has lost another: all of them wait first."""
+    done = fork_ranks(4, [script(tmp_path, """
+with setup_ddp(quiet=True) as ddp, watch_run(ddp, "run", minutes=0) as watch:
+    barrier(ddp)
+    raise RuntimeError("mat1 and mat2")
+""")], tmp_path)
+    assert done.returncode == 1 and own_tracebacks(done.stderr) == 1, done.text
+    assert done.stderr.count("FAILED: rank 0 of 4") == done.stderr.count("FAILED") == 1, done.text
+
+
+# ---------------------------------------------------------------- what it is given
+@pytest.mark.parametrize("minutes", [-1, float("nan"), float("inf")])
+def test_a_limit_that_no_timer_can_hold_is_refused(minutes):
+    with pytest.raises(ValueError, match="minutes is"):
+        watch_run(DDP, minutes=minutes)
+
+
+def test_a_number_of_steps_of_numpy_is_one_of_python(tmp_path):
+    numpy = pytest.importorskip("numpy")
+    with watch_run(DDP, tmp_path, minutes=0) as watch:
+        assert watch.stop_reason(numpy.int64(3)) == ""
+    assert read_status(tmp_path)["step"] == 3
+
+
+def test_a_folder_that_is_renamed_while_it_is_locked_is_refused(tmp_path, monkeypatch):
+    """By --fresh of another run: the lock would be that of the former folder."""
+    real = ddp_watch._lock
+
+    def lock_after_another_has_renamed(file):
+        (tmp_path / "run").rename(tmp_path / "run.old1")
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "lock").touch()
+        real(file)
+
+    monkeypatch.setattr(ddp_watch, "_lock", lock_after_another_has_renamed)
+    with pytest.raises(ValueError, match="another run has just renamed"):
+        lock_folder(tmp_path / "run")
+
+
+def test_where_torch_can_the_groups_own_limit_is_later_than_that_of_the_watch(tmp_path):
+    done = fork_ranks(2, [script(tmp_path, """
+import torch.distributed as dist
+limits = []
+dist.set_timeout = lambda timeout: limits.append(timeout.total_seconds())    # of torch 2.14
+with setup_ddp(quiet=True) as ddp, watch_run(ddp, minutes=1):
+    print0(ddp, limits[0] > 60)
+""")], tmp_path)
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.text
