@@ -259,7 +259,7 @@ class Watch:
         several = self.ddp.world_size > 1
         if several and tells_a_failure(self):
             time.sleep(GRACE)
-            os._exit(code)
+            os._exit(code % 256 or 1)
         self._write_status(code, f"{self.ddp.place}: {cause}" if several else cause)
         words = f"[{self.ddp.place}] {text}" if several else text
         if code != BAD_INPUT and text == cause:
