@@ -5,7 +5,6 @@ ended after another has failed: what launchers do is tested with launchers.
 """
 import re
 import shutil
-import signal
 import socket
 import sys
 

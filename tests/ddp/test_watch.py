@@ -326,6 +326,14 @@ def test_code_without_the_watch_gives_signs_of_progress_in_its_block_alone(guard
         os.read(guard, 1 << 16)
 
 
+def test_another_limit_may_hold_once_the_folder_is_taken(tmp_path, guard):
+    with watch_run(DDP, minutes=20) as watch:
+        os.read(guard, 1 << 16)
+        watch.take_folder(tmp_path, minutes=1)
+        told = json.loads(os.read(guard, 1 << 16).splitlines()[0])
+    assert told["limit"] == 60
+
+
 @pytest.mark.parametrize("folder", ["None", "'out'"])
 def test_a_rank_without_a_guard_and_without_progress_shows_its_stacks_and_ends(folder, tmp_path):
     done = fork_ranks(1, [script(tmp_path, f"""
