@@ -7,7 +7,7 @@ import shutil
 import socket
 
 import pytest
-from launchers import ROOT, fork_ranks, run_ranks, slow
+from launchers import ROOT, fork_ranks, free_port, run_ranks, slow
 
 HOST = socket.gethostname()
 CLAIMS = ["set-up", "device", "all-reduce", "gradients", "training", "ipex", "checkpoint",
@@ -144,7 +144,8 @@ def test_a_rank_that_is_stuck_ends_and_shows_where(tmp_path):
 
 
 def test_a_rank_that_was_never_started_is_named(tmp_path):
-    env = {"DDP_RANK": 0, "DDP_WORLD_SIZE": 2, "DDP_LOCAL_RANK": 0, "DDP_LOCAL_WORLD_SIZE": 2}
+    env = {"DDP_RANK": 0, "DDP_WORLD_SIZE": 2, "DDP_LOCAL_RANK": 0, "DDP_LOCAL_WORLD_SIZE": 2,
+           "MASTER_PORT": free_port()}
     argv = [ROOT / "test_aurora_ddp.py", "--device", "cpu", "--init_timeout", "1"]
     result = fork_ranks(1, argv, tmp_path, env)
     assert result.returncode == 3 and "rank(s) 1" in lines_of(result)["set-up"][1], result.text

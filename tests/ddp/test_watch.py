@@ -16,7 +16,8 @@ import pytest
 import ddp_watch
 from ddp_setup import STOPPED, Ddp
 from ddp_watch import lock_folder, note_progress, watch_run
-from launchers import ROOT, ForkedRanks, await_that, fork_ranks, own_tracebacks, read_status
+from launchers import (ROOT, ForkedRanks, await_that, fork_ranks, free_port, own_tracebacks,
+                       read_status)
 
 HEAD = f"""
 import os, signal, sys, time
@@ -444,9 +445,10 @@ with setup_ddp(quiet=True) as ddp, watch_run(ddp, "run", minutes=0) as watch:
     ("STOP", "run/STOP exists")])
 def test_what_asks_one_rank_has_all_stop_after_the_same_step(ask, reason, tmp_path):
     environments = {}
+    port = free_port()
     for rank in range(3):
         environments[rank] = {"DDP_WORLD_SIZE": 3, "DDP_LOCAL_WORLD_SIZE": 3, "DDP_RANK": rank,
-                              "DDP_LOCAL_RANK": rank, "DDP_GUARD": 0}
+                              "DDP_LOCAL_RANK": rank, "DDP_GUARD": 0, "MASTER_PORT": port}
     if ask == "DDP_DEADLINE":
         environments[0]["DDP_DEADLINE"] = time.time() + 3
     with ForkedRanks([script(tmp_path, STOPS)], tmp_path, environments) as ranks:

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 import launchers
-from launchers import FOLDERS, ROOT, copy_code, fork_ranks, run_ranks, slow
+from launchers import FOLDERS, ROOT, copy_code, fork_ranks, free_port, run_ranks, slow
 
 HOST = socket.gethostname()
 MODULES = {*FOLDERS, *(path.stem for path in ROOT.glob("*.py"))}
@@ -222,7 +222,8 @@ def test_wrong_arguments_are_printed_once_and_no_success(tmp_path, words, messag
 
 
 def test_a_rank_that_was_never_started_is_named_by_the_set_up(tmp_path):
-    env = {"DDP_RANK": 0, "DDP_WORLD_SIZE": 2, "DDP_LOCAL_RANK": 0, "DDP_LOCAL_WORLD_SIZE": 2}
+    env = {"DDP_RANK": 0, "DDP_WORLD_SIZE": 2, "DDP_LOCAL_RANK": 0, "DDP_LOCAL_WORLD_SIZE": 2,
+           "MASTER_PORT": free_port()}
     result = check(tmp_path, "--init_timeout", "1", n=1, env=env)
     assert result.returncode == 3, result.text
     text = lines_of(result)["set-up"][1]
