@@ -17,7 +17,8 @@ A pair is two sequences of the same structure and chains whose scores differ by 
 The best is paired with the worst, the second best with the second worst, and so on; no sequence is
 used twice. --per_structure N draws N of the pairs of each structure, by a hash of their sequences:
 the same ones in any order of lines. Duplicates of a sequence count once, with their mean score; a
-line says how many there are, and how far they differ.
+line says how many there are, and how far they differ. The column mpnn_score of designs.csv, for
+which lower is better, needs --lower_is_better.
 
 With --weights, the weight of a pair in the loss is its difference of scores divided by the mean
 difference of all pairs; otherwise all weights are 1. Prints the number of pairs per structure.
@@ -27,7 +28,6 @@ loss.unit=table.
 """
 import collections
 import json
-import math
 import os
 import statistics
 import sys
@@ -35,18 +35,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dpo.pair_files import LEAST_WEIGHT
+from proteins.csv_files import (check_cells, describe_duplicates, read_number, read_rows,
+                                read_table_text, refuse_all, table_columns)
 from proteins.letters import LETTERS
-from proteins.mutations import absolute
+from proteins.scores import absolute
 from proteins.seeds import content_key
-from proteins.tables import (check_cells, describe_duplicates, read_rows, read_table_text,
-                             refuse_all, table_columns)
 from training.files import check_output, write_text_atomic
 from training.parser import Parser
 
-LARGEST_SCORE = 1e100   # so that sums of differences stay finite
-FOR_MUTATIONS = ("--against", "--wild_type", "--rounds", "--hold_out", "--ca_only", "--sequences")
-NO_PAIRS = ("expected scored designs. train_dpo_ddp.py reads a table of mutations as it is, with "
-            "loss.unit=table; split_mutations.py holds proteins out, to measure what was learned.")
+MPNN_SCORE = "mpnn_score"   # column of sample_proteinmpnn.py: -ln p per residue, lower is better
 
 
 class Place(NamedTuple):
@@ -99,7 +96,7 @@ def parse_row(cells, folder, column):
     chains = cells["chain"].replace(",", " ").split()
     context = cells.get("context", "").replace(",", " ").split()
     parts = parse_sequence(cells["sequence"])
-    score = parse_score(cells[column])
+    score = read_number(cells[column], column)
     if not chains:
         raise ValueError("found no chain; expected the name of the designed one, such as A, or of "
                          "several, such as A C")
@@ -121,18 +118,6 @@ def parse_sequence(text):
         raise ValueError(f"found {' '.join(wrong) or 'nothing'} in the sequence; expected letters "
                          f"{LETTERS}")
     return parts
-
-
-def parse_score(text):
-    """The number. Raises: ValueError."""
-    try:
-        score = float(text)
-    except ValueError:
-        score = math.nan
-    if not abs(score) < LARGEST_SCORE:   # `not <` is true for nan too
-        raise ValueError(f"found the score {text!r:.60}; expected a number below "
-                         f"{LARGEST_SCORE:g}")
-    return score
 
 
 def place_sequence(structure, chains, context, parts):
@@ -163,13 +148,13 @@ def pairs_of_designs(designs, args):
                   for pair in make_pairs(scores, args.margin, args.lower_is_better)]
     if args.per_structure is None:
         return pairs
-    of_structures = collections.defaultdict(list)
+    by_structure = collections.defaultdict(list)
     for pair in pairs:
-        of_structures[pair.place.structure].append(pair)
+        by_structure[pair.place.structure].append(pair)
     kept = set()
-    for of_structure in of_structures.values():
+    for pairs_of_one in by_structure.values():
         # The largest differences would teach the least: what the model likely knows already.
-        kept.update(sorted(of_structure, key=draw_of_pair)[:args.per_structure])
+        kept.update(sorted(pairs_of_one, key=draw_of_pair)[:args.per_structure])
     return [pair for pair in pairs if pair in kept]
 
 
@@ -226,31 +211,22 @@ def make_entries(pairs, args, notes):
 
 # ---- command ----
 
-def refuse_former_options(argv):
-    """ValueError for options that are gone, with what to give instead."""
-    for word in argv:
-        option = word.partition("=")[0]
-        if option == "--designs":
-            raise ValueError("found --designs, which is gone; expected as the table designs.csv, "
-                             "which sample_proteinmpnn.py --out_folder writes, with a column "
-                             "score that you add.")
-        if option in FOR_MUTATIONS:
-            raise ValueError(f"found {option}, which was for tables of mutations; {NO_PAIRS}")
-
-
 def check_is_of_designs(path):
     """ValueError for a table of mutations."""
     if "mutation" in table_columns(read_table_text(path)):
-        raise ValueError(f"{path} is a table of mutations; {NO_PAIRS}")
+        raise ValueError(f"{path} is a table of mutations; expected scored designs. "
+                         "train_dpo_ddp.py reads a table of mutations as it is, with "
+                         "loss.unit=table.")
 
 
 def check_options(args):
-    """ValueError for numbers that make no sense."""
-    if args.higher_is_better and args.lower_is_better:
-        raise ValueError("found --higher_is_better and --lower_is_better; expected one of them.")
+    """ValueError for options that make no sense."""
     if not args.margin >= 0 or (args.per_structure is not None and args.per_structure < 1):
         raise ValueError(f"found --margin {args.margin}, --per_structure "
                          f"{args.per_structure}; expected at least 0, and at least 1.")
+    if args.score == MPNN_SCORE and not args.lower_is_better:
+        raise ValueError(f"found --score {MPNN_SCORE} without --lower_is_better; expected both: "
+                         "the lower it is, the better ProteinMPNN rates the design.")
 
 
 def make_parser():
@@ -261,7 +237,6 @@ def make_parser():
     add("--margin", type=float, default=0.0, help="least difference of scores (default 0)")
     add("--per_structure", type=int, help="most pairs of a structure, drawn (default: all)")
     add("--lower_is_better", action="store_true", help="such as for energies")
-    add("--higher_is_better", action="store_true", help="the default")
     add("--score", default="score", metavar="COLUMN", help="column of scores (default: score)")
     add("--weights", action="store_true", help="weigh pairs by their difference of scores")
     return parser
@@ -269,7 +244,6 @@ def make_parser():
 
 def main(argv):
     try:
-        refuse_former_options(argv)
         args = make_parser().parse_args(argv)
         check_options(args)
         check_is_of_designs(args.table)

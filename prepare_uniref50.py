@@ -1,15 +1,15 @@
-"""Download UniRef50 (or read files of proteins) and write a prepared folder, for training to read.
+"""Make a prepared folder, for training to read, of UniRef50 or other files of proteins.
 
-    python prepare_uniref50.py FOLDER                                # UniRef50: 13 GB, leaves 18 GB
-    python prepare_uniref50.py FOLDER --max_sequences 10000          # its first records only
-    python prepare_uniref50.py FOLDER --fasta a.fasta.gz b.txt c.pt  # your own files
+    bash jobs/download_uniref50.sh                                        # 13 GB, into data/
+    python prepare_uniref50.py data/uniref50 --fasta data/uniref50.fasta.gz       # makes 18 GB
+    python prepare_uniref50.py FOLDER --fasta a.fasta.gz b.txt c.pt               # your own files
 
 Files are read, cleaned and checked by proteins/sequences.py. Of equal proteins one is kept. The
 folder holds, with all numbers little endian and without headers, for SET = train and val:
 
-    meta.json          format and its version, source, release, letters, settings, report of the
-                       cleaning; of each set: proteins, residues, letter counts, length histogram,
-                       sizes and blake2b of the files
+    meta.json          format and its version, source, letters, settings, report of the cleaning;
+                       of each set: proteins, residues, letter counts, length histogram, sizes and
+                       blake2b of the files
     SET/tokens.bin     uint8, residues of all proteins one after the other: indices of `letters`
     SET/lengths.bin    uint32, residues of each protein
     SET/keys.bin       uint64, proteins.sequences.sequence_keys of each protein
@@ -21,7 +21,7 @@ in val if its key is in the lowest val_fraction of all keys, as with split_by_ha
 Two passes make the random order. The first cleans the text and appends each protein to one of some
 hundred files ("buckets"), by the first bits of its order word. The second sorts one bucket after
 the other in memory. All work is done in FOLDER.partial, which is renamed to FOLDER at the very end.
-After an interruption the same command repeats the passes; a finished download is kept.
+After an interruption the same command repeats the passes.
 """
 import collections
 import contextlib
@@ -36,24 +36,16 @@ import shlex
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
-from urllib.parse import urlsplit
 
 import numpy as np
 from tqdm import tqdm
 
 from proteins.letters import LETTERS, N_TOKENS
-from proteins.sequences import (Proteins, ReadReport, is_pt, order_words, read_tables,
+from proteins.sequences import (Proteins, ReadReport, order_words, read_tables,
                                 refuse_nothing_left)
-from sedd.download import (download, downloaded_path, look_up, safe_url, size_of, stream,
-                           synchronise)
 from sedd.prepared import FILES, FORMAT, SETS, VERSION, check_prepared, read_meta
 from training.parser import Parser
-
-# The current release: some 13 GB, about 60 million proteins.
-UNIREF50_URL = "https://ftp.uniprot.org/pub/databases/uniprot/uniref/uniref50/uniref50.fasta.gz"
 
 FLUSH_BYTES = 64 << 20          # proteins kept in memory before they are appended to the buckets
 BUCKET_BYTES = 48 << 20         # approximate size of a bucket; determines the number of buckets
@@ -89,26 +81,31 @@ def parse(argv):
                     epilog="The top of prepare_uniref50.py has examples, and says what the folder "
                            "holds.")
     parser.add_argument("folder", type=Path, help="folder to create")
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument("--url", default=UNIREF50_URL, help="a mirror (default: %(default)s)")
-    source.add_argument("--fasta", type=Path, nargs="+", metavar="FILE", help="FASTA, text or .pt")
+    parser.add_argument("--fasta", type=Path, nargs="+", metavar="FILE", help="FASTA, text or .pt")
     parser.add_argument("--max_sequences", type=int, metavar="N", help="only the first N records")
     parser.add_argument("--val_fraction", type=float, help="share of the proteins for validation; "
                         "default 0.001, of fewer than 100,000 proteins 0.01 or 0.05")
     parser.add_argument("--min_length", type=int, default=1, help="residues; default %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="of the order; default %(default)s")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if not args.fasta:
+        raise ValueError("found no file of proteins; expected --fasta FILE: for UniRef50, what "
+                         "bash jobs/download_uniref50.sh downloads, data/uniref50.fasta.gz.")
+    return args
 
 
-def prepare(folder, url, fasta, max_sequences, val_fraction, min_length, seed):
+def prepare(folder, fasta, max_sequences, val_fraction, min_length, seed):
     """Make the prepared folder, or find it finished.
 
-    folder: Path to create. fasta: Paths of files of proteins, or None to download the url.
-    max_sequences: only this many records of the sources, or None. min_length: residues.
-    val_fraction: share of the proteins in val, by their keys; None: see choose_val_fraction.
-    seed: of the random order.
-    Raises ValueError for wrong settings or data, RuntimeError if another process works on the
-    folder or the server sends something wrong, OSError for disk and network.
+    Args:
+        folder: Path to create.
+        fasta: Paths of files of proteins.
+        max_sequences: only this many records of the files, or None.
+        val_fraction: share of the proteins in val, by their keys; None: see choose_val_fraction.
+        min_length: residues.
+        seed: of the random order.
+    Raises: ValueError for wrong settings or data, RuntimeError if another process works on the
+        folder, OSError for the disk.
     """
     n_wanted = 1 if max_sequences is None else max_sequences
     share = 0 if val_fraction is None else val_fraction
@@ -116,18 +113,12 @@ def prepare(folder, url, fasta, max_sequences, val_fraction, min_length, seed):
         raise ValueError(f"found val_fraction = {val_fraction}, min_length = {min_length}, "
                          f"max_sequences = {max_sequences}; expected 0 <= val_fraction < 1, and at "
                          f"least 1 of the others.")
+    described = sorted((file.name, size_of(file), digest_of_ends(file)) for file in fasta)
     settings = {"seed": seed, "val_fraction": val_fraction, "min_length": min_length,
-                "max_sequences": max_sequences}
-    if fasta:
-        release = None
-        inputs = [input_of_file(file) for file in fasta]
-        described = sorted((file.name, entry.size, digest_of_ends(file))
-                           for file, entry in zip(fasta, inputs))
-        settings["source"] = [name for name, _, _ in described]
-        settings["source_bytes"] = [size for _, size, _ in described]
-        settings["source_digest"] = [digest for _, _, digest in described]
-    else:
-        settings["source"] = [safe_url(url)]
+                "max_sequences": max_sequences,
+                "source": [name for name, _, _ in described],
+                "source_bytes": [n_bytes for _, n_bytes, _ in described],
+                "source_digest": [digest for _, _, digest in described]}
     folder = Path(os.path.abspath(folder))
     with working_folder(folder) as partial:
         if is_prepared(folder, settings):
@@ -135,14 +126,12 @@ def prepare(folder, url, fasta, max_sequences, val_fraction, min_length, seed):
             remove_partial(partial)
             return
         remove_work(partial)                                    # what an interrupted run left
-        if not fasta:
-            inputs, release = download_input(url, partial / "download", max_sequences)
-        n_bytes = expected_bytes(inputs, max_sequences)
+        n_bytes = expected_bytes(fasta, max_sequences)
         check_disk(partial, n_bytes)
         report = ReadReport()
         bits = max(0, math.ceil(math.log2(max(1, n_bytes) / BUCKET_BYTES)))     # 2**bits buckets
         try:
-            n_read = deal(inputs, partial / "buckets", bits, report, settings)
+            n_read = deal(fasta, partial / "buckets", bits, report, settings)
             if val_fraction is None:
                 settings["val_fraction"] = choose_val_fraction(n_read)
             sets = collect(partial / "buckets", partial / "result", settings)
@@ -150,8 +139,8 @@ def prepare(folder, url, fasta, max_sequences, val_fraction, min_length, seed):
         except (ValueError, FileNotFoundError):     # repeating the command would not help
             remove_work(partial)
             raise
-        meta = {"format": FORMAT, "version": VERSION, "release": release, "letters": LETTERS,
-                **settings, "report": dataclasses.asdict(report), "sets": sets}
+        meta = {"format": FORMAT, "version": VERSION, "letters": LETTERS, **settings,
+                "report": dataclasses.asdict(report), "sets": sets}
         publish(partial / "result", meta, folder)
         remove_partial(partial)
     print_summary(folder, meta, report)
@@ -167,16 +156,9 @@ def choose_val_fraction(n_proteins):
 
 # ---- sources ----
 
-class Input(NamedTuple):
-    """A source of proteins: a file, or a url that is read without keeping what is read."""
-    name: str               # path or url
-    size: int | None        # bytes, None if not known
-    open: Callable          # () -> context manager of a file for read_tables, or of None: the path
-
-
-def input_of_file(path):
-    size = path.stat().st_size if path.is_file() else 0     # reading it raises if it is no file
-    return Input(str(path), size, contextlib.nullcontext)
+def size_of(path):
+    """Bytes of a file; 0 if it is none: reading it will say so."""
+    return path.stat().st_size if path.is_file() else 0
 
 
 def digest_of_ends(path):
@@ -190,62 +172,36 @@ def digest_of_ends(path):
         return hashlib.blake2b(head + file.read(), digest_size=8).hexdigest()
 
 
-def download_input(url, folder, max_sequences):
-    """Download the url, unless only its first records are wanted -> ([Input], release or None).
-
-    A finished download needs no network, so the passes can run later where there is none.
-    """
-    source = look_up(url, folder)
-    if max_sequences and not is_pt(urlsplit(url).path):
-        return [Input(safe_url(url), source.size, lambda: stream(source))], source.release
-    path = downloaded_path(url, folder)
-    if source.size and not path.exists():
-        n_arrived = size_of(Path(f"{path}.part"))
-        n_bytes = expected_bytes([Input(str(path), source.size, None)], None)
-        check_disk(folder, n_bytes, max(0, source.size - n_arrived))
-    return [input_of_file(download(source, folder))], source.release
-
-
-def expected_bytes(inputs, max_sequences):
-    """Estimate, rather too high, of the size in bytes of a prepared folder of these inputs."""
+def expected_bytes(files, max_sequences):
+    """Estimate, rather too high, of the size in bytes of a prepared folder of these files."""
     n_bytes = 0
-    for entry in inputs:
-        if entry.size is None:
-            n_bytes = math.inf
-        elif entry.name.endswith(".gz"):
-            n_bytes += entry.size * UNPACKED_SHARE
-        else:
-            n_bytes += entry.size
+    for path in files:
+        share = UNPACKED_SHARE if path.suffix == ".gz" else 1
+        n_bytes += size_of(path) * share
     return int(min(n_bytes, (max_sequences or math.inf) * BYTES_PER_PROTEIN))
 
 
-def check_disk(folder, n_bytes, n_download=0):
-    """Raise ValueError if there is no room for about n_bytes of proteins and for the download.
+def check_disk(folder, n_bytes):
+    """Raise ValueError if there is no room for about n_bytes of proteins.
 
     Buckets and result together need the space of the proteins once: a bucket is removed when read.
     """
-    n_work = 2 * BUCKET_BYTES
+    need = n_bytes + 2 * BUCKET_BYTES
     free = shutil.disk_usage(folder).free
-    need = n_download + n_bytes + n_work
-
-    def in_gb(n):
-        return f"{n / 1e9:,.3f} GB"
-
     if free < need:
-        raise ValueError(f"{folder} has {in_gb(free)} free; expected about {in_gb(need)} "
-                         f"({in_gb(n_download)} to download, {in_gb(n_bytes)} of proteins, "
-                         f"{in_gb(n_work)} to work in). Make room, or take another disk.")
+        raise ValueError(f"{folder} has {free / 1e9:,.3f} GB free; expected about "
+                         f"{need / 1e9:,.3f}. Make room, or take another disk.")
 
 
 # ---- pass 1: clean the proteins, and deal them out to buckets ----
 
-def deal(inputs, folder, bits, report, settings):
+def deal(files, folder, bits, report, settings):
     """Deal the proteins out to 2**bits buckets. Returns the number of proteins read."""
     folder.mkdir()
     tables = []
     size = 0
     n_read = 0
-    for table in all_tables(inputs, report, settings):
+    for table in all_tables(files, report, settings):
         tables.append(table)
         size += len(table.tokens) + 12 * len(table)         # 4 per length, 8 per key
         n_read += len(table)
@@ -256,27 +212,26 @@ def deal(inputs, folder, bits, report, settings):
     if tables:
         append(folder, Proteins.join(tables), settings["seed"], bits)
     if not n_read:
-        names = ", ".join(entry.name for entry in inputs)
+        names = ", ".join(map(str, files))
         refuse_nothing_left(names, report, settings["min_length"])
     return n_read
 
 
-def all_tables(inputs, report, settings):
-    """Yield the proteins of all inputs, up to max_sequences records, with a progress bar."""
+def all_tables(files, report, settings):
+    """Yield the proteins of all files, up to max_sequences records, with a progress bar."""
     wanted = settings["max_sequences"]
     n_read = 0
     with bar_of_pass("1/2 reading", wanted, " sequences") as bar:
-        for entry in inputs:
+        for path in files:
             left = None
             if wanted:
                 left = wanted - n_read - report.n_dropped
             if left == 0:
                 break
-            with entry.open() as file:
-                for table in read_tables(entry.name, report, settings["min_length"], left, file):
-                    n_read += len(table)
-                    bar.update(len(table))
-                    yield table
+            for table in read_tables(path, report, settings["min_length"], left):
+                n_read += len(table)
+                bar.update(len(table))
+                yield table
 
 
 def append(folder, proteins, seed, bits):
@@ -286,10 +241,10 @@ def append(folder, proteins, seed, bits):
     words = order_words(proteins.keys, seed)
     firsts = np.arange(1, 1 << bits, dtype=np.uint64) << np.uint64(64 - bits)
     rows = np.split(np.arange(len(proteins)), np.searchsorted(words, firsts))
-    for bucket, of_bucket in enumerate(rows):
-        if len(of_bucket):
+    for bucket, chosen in enumerate(rows):
+        if len(chosen):
             with open(folder / f"{bucket:06d}", "ab") as file:
-                for part in proteins.subset(of_bucket).parts():
+                for part in proteins.subset(chosen).parts():
                     file.write(np.array([len(part), len(part.tokens)], "<u8"))
                     file.write(part.lengths.astype("<u4"))
                     file.write(part.keys.astype("<u8"))
@@ -400,14 +355,13 @@ def working_folder(folder):
 def remove_partial(partial):
     """Remove what this script wrote into the folder, and the folder if nothing else is in it."""
     remove_work(partial)
-    shutil.rmtree(partial / "download", ignore_errors=True)
     (partial / "lock").unlink(missing_ok=True)
     if not os.listdir(partial):
         partial.rmdir()
 
 
 def remove_work(partial):
-    """Remove buckets and unfinished result; keep a download."""
+    """Remove buckets and unfinished result."""
     for name in ("buckets", "result"):
         shutil.rmtree(partial / name, ignore_errors=True)
 
@@ -422,11 +376,10 @@ def is_prepared(folder, settings):
         raise ValueError(f"{folder} exists, and is no prepared folder of version {VERSION}; "
                          f"expected nothing of this name. Name another folder.") from None
     differences = []
-    for key, value in settings.items():
-        chosen_here = key == "val_fraction" and value is None
-        found = getattr(meta, key)
-        if found != value and not chosen_here:
-            differences.append(f"{key} is {found!r} there and {value!r} here")
+    for name, value in settings.items():
+        chosen_here = name == "val_fraction" and value is None
+        if meta[name] != value and not chosen_here:
+            differences.append(f"{name} is {meta[name]!r} there and {value!r} here")
     if differences:
         raise ValueError(f"{folder} was made with other settings: {'; '.join(differences)}. Name "
                          f"another folder, or remove it.")
@@ -463,6 +416,15 @@ def publish(result, meta, folder):
     synchronise(folder.parent)
 
 
+def synchronise(path):
+    """Force a file or folder to the disk (fsync)."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def bar_of_pass(what, total, unit="B"):
     """A progress bar; without a terminal, as in a job's log, it writes a line per half minute."""
     watched = sys.stderr.isatty()
@@ -483,9 +445,8 @@ def print_summary(folder, meta, report):
         print(f"{name}: {entry['proteins']:,} proteins, {entry['residues']:,} residues, "
               f"{size / 1e6:,.1f} MB")
     warn_of_few_val_proteins(meta)
-    release = f" (release {meta['release']})" if meta["release"] else ""
     config = "uniref50" if meta["sets"]["train"]["proteins"] > 1_000_000 else "cpu"
-    print(f"{folder} is ready{release}. Next:\n"
+    print(f"{folder} is ready. Next:\n"
           f"  python train_sedd_ddp.py --config configs/sedd_{config}.yaml "
           f"--data {shlex.quote(os.path.relpath(folder))} \\\n"
           f"    data.val_fraction={meta['val_fraction']} data.min_length={meta['min_length']}")

@@ -5,8 +5,7 @@
     python sample_sedd.py best.pt --infill templates.fasta             # "_" marks what to sample
     python sample_sedd.py best.pt --score proteins.fasta --out scores.tsv
     python sample_sedd.py best.pt --score wild_type.fasta --each_position
-    python sample_sedd.py best.pt --number 200 --out new.fasta --report proteins.fasta
-    python sample_sedd.py best.pt --export FOLDER                      # or FILE.pth
+    python sample_sedd.py best.pt --export FOLDER        # config.json, model.safetensors
     mpirun -n 4 python sample_sedd.py ...                              # the same, sooner
 
 CHECKPOINT is best.pt or last.pt of a run, the run's folder (best.pt, else last.pt), a folder that
@@ -43,11 +42,10 @@ from ddp_watch import note_progress
 from proteins.letters import AMINO_ACIDS, X_ID, decode, encode
 from proteins.seeds import keyed_generator
 from proteins.sequences import Proteins, named_sequences
-from proteins.tables import refuse_all
+from proteins.csv_files import refuse_all
 from sedd.batches import batches_within
 from sedd.diffusion import sample, sample_scheduled
 from sedd.evaluation import BoundEstimator, draw_lengths, perplexity
-from sedd.report import report, sequences_of
 from sedd.variants import residue_scores
 from sedd.weights import export_sedd, load_sedd
 from training.command_line import add_launch_arguments
@@ -57,7 +55,7 @@ from training.loop import check_alike
 from training.parser import Parser
 from training.precision import autocast
 from training.resume import hash_of
-from training.tool import open_output, refuse_moved_options, run_tool, show_on_rank_0
+from training.tool import open_output, run_tool
 
 FREE = "_"              # marks a position of a template that is to be sampled
 BLOCK = 2000            # sequences that are scored together; results are written block by block
@@ -113,7 +111,7 @@ def sample_sequences(sedd, templates, steps=128,   # noqa: PLR0913  (all have a 
         given = pad_sequence([torch.from_numpy(rows[i]) for i in indices], True, padding_value=-1)
         width = given.shape[1]
         real = torch.arange(width) < torch.from_numpy(lengths[indices])[:, None]
-        network = in_groups(sedd, lengths[indices])
+        network = scores_by_length_group(sedd, lengths[indices])
 
         def log_score(xt, sigma, unmasked=None, network=network):
             note_progress()
@@ -136,7 +134,7 @@ def sample_sequences(sedd, templates, steps=128,   # noqa: PLR0913  (all have a 
     return [decode(row[:n]) for row, n in zip(out, lengths)]
 
 
-def in_groups(sedd, lengths):
+def scores_by_length_group(sedd, lengths):
     """The network for sequences of these lengths: a function (xt, sigma, unmasked) -> log scores
     (B, L, V). unmasked: None, or see sedd.diffusion.sample_scheduled.
 
@@ -146,7 +144,7 @@ def in_groups(sedd, lengths):
 
     lengths: (B,) array, the longest first.
     """
-    groups = [torch.from_numpy(rows) for rows in like_lengths(lengths)]
+    groups = [torch.from_numpy(rows) for rows in length_groups(lengths)]
     lengths = torch.from_numpy(lengths)
 
     def compute(xt, sigma, rows):
@@ -171,14 +169,14 @@ def in_groups(sedd, lengths):
             if changes is not None:
                 rows = rows[changes[rows]]
             if len(rows):
-                found = compute(xt, sigma, rows)
-                scores[rows.to(xt.device), :found.shape[1]] = found
+                part = compute(xt, sigma, rows)
+                scores[rows.to(xt.device), :part.shape[1]] = part
         return scores
 
     return log_score
 
 
-def like_lengths(lengths):
+def length_groups(lengths):
     """Split sequences (B,), the longest first, into groups whose shortest has most of the length of
     their longest, if that saves positions worth a pass of their own. Returns: list of (n,) int64,
     which number the sequences from 0."""
@@ -213,8 +211,8 @@ def template_tokens(text, name):
     """Tokens (L,) int64 of a template, -1 at free positions. Raises ValueError."""
     wrong = re.search(f"[^{AMINO_ACIDS}{FREE}]", text)
     if wrong or not text:
-        found = f"{wrong.group()!r} at place {wrong.start() + 1}" if wrong else "nothing"
-        raise ValueError(f"{name}: found {found}; expected the letters {AMINO_ACIDS}, which are "
+        what = f"{wrong.group()!r} at place {wrong.start() + 1}" if wrong else "nothing"
+        raise ValueError(f"{name}: found {what}; expected the letters {AMINO_ACIDS}, which are "
                          f"kept, and {FREE} for each letter to be sampled.")
     return np.array([AMINO_ACIDS.find(letter) for letter in text], np.int64)
 
@@ -227,13 +225,13 @@ def scaffold_templates(scaffold, number, seed):
     never_empty = any(letters or int(low or 0) for low, _, letters, _ in parts)
     if wrong or not free or not never_empty:
         if wrong:
-            found = repr(wrong[0])
+            problem = repr(wrong[0])
         elif not free:
-            found = "no length above 0"
+            problem = "no length above 0"
         else:
-            found = "parts that may all be empty"
-        raise ValueError(f"--scaffold {scaffold!r}: found {found}; expected letters and lengths in "
-                         "brackets, such as MKT[40]GSHHW[12-20].")
+            problem = "parts that may all be empty"
+        raise ValueError(f"--scaffold {scaffold!r}: found {problem}; expected letters and lengths "
+                         "in brackets, such as MKT[40]GSHHW[12-20].")
     templates = []
     for k in range(number):
         generator = keyed_generator(seed, "scaffold", k)
@@ -347,8 +345,8 @@ def make_parser():
     task("--scaffold", help='sample the parts in brackets, of these lengths: "MKT[40]GSHHW[12-20]"')
     task("--infill", type=Path, metavar="FASTA", help="sample each _ of these templates")
     task("--score", type=Path, metavar="FASTA", help="bound on -ln p of each sequence, as a table")
-    task("--export", type=Path, metavar="NAME",
-         help="write the model to a folder NAME, or NAME.pth (published layout)")
+    task("--export", type=Path, metavar="FOLDER",
+         help="write the model to a new folder, in the published layout")
     add = parser.add_argument_group("sampling").add_argument
     add("--seed", type=int, default=0, help="of the random numbers (default 0)")
     add("--number", type=int, help="sequences; with --infill: of each template (default 1)")
@@ -356,8 +354,6 @@ def make_parser():
     add("--predictor", choices=("analytic", "euler"), default="analytic")
     add("--temperature", type=float, default=1.0, help="of letters; below 1: less random")
     add("--top_p", type=float, default=1.0, help="total probability of the allowed letters; 1: all")
-    add("--report", type=Path, metavar="FASTA", help="compare the samples with these proteins: a "
-                                                     "table, and a picture beside --out")
     group = parser.add_argument_group("scoring")
     group.add_argument("--samples", type=int, default=8,
                        help="noise levels per sequence (default 8); they are evenly spaced, which "
@@ -372,20 +368,18 @@ def make_parser():
 
 
 def read_arguments(argv):
-    """The options, and the sequences of --report. Raises ValueError or OSError."""
-    refuse_moved_options(argv)
+    """The options. Raises ValueError or OSError."""
     parser = make_parser()
     args = parser.parse_args(argv)
     check_arguments(args, parser)
     check_files(args)
-    args.reference = sequences_of(args.report) if args.report else []
     return args
 
 
 def check_arguments(args, parser):
     """Refuse values, and options that do not fit together. Raises ValueError."""
     given = {name for name, value in vars(args).items() if value != parser.get_default(name)}
-    for_drawing = given & {"number", "steps", "predictor", "temperature", "top_p", "seed", "report"}
+    for_drawing = given & {"number", "steps", "predictor", "temperature", "top_p", "seed"}
     for_scoring = given & {"samples", "window", "each_position"}
     if for_drawing and (args.score or args.export):
         raise ValueError(f"found --{' --'.join(sorted(for_drawing))} with --score or --export, "
@@ -398,9 +392,6 @@ def check_arguments(args, parser):
                          "expected one of them.")
     if args.export and args.out:
         raise ValueError("found --out with --export, which names what is written; expected one.")
-    if args.report and (args.out is None or args.out.suffix == ".png" or args.infill):
-        raise ValueError("--report writes a picture, NAME.png, beside --out, of samples without a "
-                         "template file; expected --out NAME.fasta and no --infill.")
     for name in ("number", "steps", "samples", "tokens"):
         value = getattr(args, name)
         if value is not None and value < 1:
@@ -409,18 +400,9 @@ def check_arguments(args, parser):
         raise ValueError(f"found --seed {args.seed}; expected at most {2**63 - 1}.")
 
 
-def picture_of(args):
-    """The file of --report's picture: NAME.png beside --out. None without --report."""
-    if not args.report:
-        return None
-    # Only known endings are removed: in a name such as t0.5 the .5 is none.
-    name = args.out.stem if args.out.suffix in (".fasta", ".fa", ".faa") else args.out.name
-    return args.out.with_name(f"{name}.png")
-
-
 def check_files(args):
     """Refuse files that cannot be read or written. Raises ValueError."""
-    read = [path for path in (args.infill, args.score, args.report) if path]
+    read = [path for path in (args.infill, args.score) if path]
     for path in read:
         if path.exists() and not path.is_file():
             raise ValueError(f"{path} is a folder or a device; expected a file.")
@@ -429,9 +411,8 @@ def check_files(args):
     checkpoint = Path(args.checkpoint)
     # An export is a folder; a run's folder holds its checkpoints in one.
     inputs = [checkpoint, *checkpoint.glob("*"), *checkpoint.glob("checkpoints/*"), *read]
-    for path in (args.out, picture_of(args)):
-        if path is not None:
-            check_output(path, inputs)
+    if args.out is not None:
+        check_output(args.out, inputs)
 
 
 def run(args, ddp):
@@ -455,22 +436,20 @@ def run(args, ddp):
         elif args.score:
             score_file(sedd, args, how, write)
         else:
-            samples = draw_file(sedd, args, how, write)
-    if args.report:
-        show_on_rank_0(lambda: report(samples, args.reference, picture_of(args)), ddp)
+            draw_file(sedd, args, how, write)
 
 
 def inputs_of(args):
     """{what: plain value} of options and files, which must be the same on all ranks."""
-    found = {f"--{name}": getattr(args, name) for name in ("tokens", "seed", "number", "steps",
-                                                           "samples", "length", "scaffold")}
+    names = ("tokens", "seed", "number", "steps", "samples", "length", "scaffold")
+    inputs = {f"--{name}": getattr(args, name) for name in names}
     for name in ("infill", "score"):
         if getattr(args, name):
-            found[f"--{name} (hash)"] = digest_of(getattr(args, name))
-    return found
+            inputs[f"--{name} (hash)"] = hash_of_file(getattr(args, name))
+    return inputs
 
 
-def digest_of(path):
+def hash_of_file(path):
     """Hash of the bytes of a file, as text."""
     digest = hashlib.blake2b(digest_size=8)
     with open(path, "rb") as file:
@@ -480,7 +459,7 @@ def digest_of(path):
 
 
 def draw_file(sedd, args, how, write):
-    """Write samples as FASTA; returns the sequences."""
+    """Write samples as FASTA."""
     number = args.number or 1
     ddp = how["ddp"]
     if args.infill:
@@ -504,7 +483,6 @@ def draw_file(sedd, args, how, write):
                                      args.top_p, args.seed, on_step=advance, **how)
     for name, sequence in zip(names, sequences):
         write(f">{name} length={len(sequence)}\n{sequence}\n")
-    return sequences
 
 
 def read_templates(path, number):

@@ -35,12 +35,11 @@ import numpy as np
 import torch
 
 from ddp_setup import print0
-from mpnn.published import find_weights
 from mpnn.variants import Scoring
 from mpnn.variants import score_proteins as score_with_proteinmpnn
-from mpnn.weights import load_proteinmpnn
-from proteins.mutations import (describe_skipped, measured_values, place_all, place_on_sequences,
-                                read_mutations, refuse_long, scan_sequence, scan_structure)
+from mpnn.weights import find_weights, load_proteinmpnn
+from proteins.mutations import (measured_values, place_all, place_on_sequences, read_mutations,
+                                refuse_long, scan_sequence, scan_structure)
 from proteins.pictures import draw_measured, draw_scan
 from proteins.proposals import (choose_proposals, describe_proposals, in_order,
                                 keep_measured_chains, marks_of, measured_sites)
@@ -49,7 +48,7 @@ from proteins.scores import (check_measured, check_no_score, correlate_proteins,
 from proteins.seeds import content_key
 from proteins.sequences import named_sequences
 from proteins.structures import FORMATS, describe_modified
-from proteins.tables import MAX_LISTED, describe_duplicates
+from proteins.csv_files import MAX_LISTED, describe_duplicates
 from sedd.variants import mask_of
 from sedd.variants import score_proteins as score_with_sedd
 from sedd.weights import load_sedd
@@ -248,8 +247,8 @@ def place_table(table, args, scorer, ddp):
             chain = args.chains[0]
         proteins, skipped = place_all(table, protein, chain, args.fixed_chains,
                                       see_all=not scorer.is_sedd, ca_only=scorer.ca_only)
-    if skipped.variants:
-        print0(ddp, describe_skipped(table, skipped), file=sys.stderr)
+    if skipped:
+        print0(ddp, skipped, file=sys.stderr)
     return proteins
 
 

@@ -25,7 +25,7 @@ from torch.utils.benchmark import Timer, timer
 from ddp_setup import Ddp, gather, print0
 from mpnn.model import ProteinMPNN
 from sedd.diffusion import AbsorbingGraph, make_noise, score_entropy_loss
-from sedd.fast_cpu import FastSEDD
+from sedd.model import SEDD
 from training.command_line import add_launch_arguments, started_ranks
 from training.fast_linear import fast_linear
 from training.parser import Parser
@@ -71,7 +71,7 @@ def make_sedd(width, blocks, B, L):
 
     Weights that start at zero are randomised too: otherwise the output would not depend on sigma.
     """
-    model = FastSEDD(GRAPH.vocab_size, width, blocks, 4, dropout=0.0, forbidden=(X_ID,),
+    model = SEDD(GRAPH.vocab_size, width, blocks, 4, dropout=0.0, forbidden=(X_ID,),
                      init_logits=1.0)
     for parameter in model.parameters():
         if not parameter.any():

@@ -26,11 +26,12 @@ import math
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
+from torch.nn.utils import clip_grad_norm_
 
-from ddp_setup import Ddp, broadcast, optimize_with_ipex, seed_for, wrap_ddp
+from ddp_setup import Ddp, broadcast, gradient_sync, optimize_with_ipex, seed_for, wrap_ddp
 from proteins.letters import N_TOKENS, X_ID
 from proteins.seeds import keyed_generator
 from proteins.sequences import apply_max_length, collate, random_crops
@@ -39,8 +40,7 @@ from sedd.data import NO_DATA, load_data, missing_data, names_no_data
 from sedd.diffusion import make_graph, score_entropy_loss, stratified_times
 from sedd.evaluation import (TIME_EPS, Validation, evaluate, evaluate_start, result_lines, save,
                              write_samples)
-from sedd.fast_cpu import FastSEDD
-from sedd.model import EMA, describe_memory, flops_per_position
+from sedd.model import EMA, SEDD, describe_memory, flops_per_position
 from sedd.weights import noise_of, start_from_weights, unused_noise_keys
 from training.command_line import (add_run_arguments, exit_with, preparing, print_plan, ranks_meet,
                                    read_command)
@@ -48,17 +48,15 @@ from training.config import (CommonMemory, CommonMonitoring, CommonOptim, Common
                              MOST_LR, MOST_STEPS, DdpSection, check_common, key, load_config,
                              refuse_config)
 from training.log import open_log
-from training.loop import (MicroBatchSampler, Run, after_step, check_alike, clip_gradient, fetch,
-                           global_gradient, is_finished, micro_batches_of, open_batches,
-                           set_learning_rate, step_optimizer)
+from training.loop import (MicroBatchSampler, Run, after_step, check_alike, due, exchange,
+                           global_count, is_finished, micro_batches_of, next_micro_batches,
+                           open_batches, open_trace, set_learning_rate)
 from training.meter import bad_steps_field, make_meter, step_values
 from training.optimizer import make_optimizer, state_bytes
 from training.parser import Parser
-from training.peak import choose_peak
 from training.plan import describe_batch, describe_run, plan_head, plan_table, print_lines
 from training.precision import autocast, choose_precision, compile_blocks, grad_scaler
-from training.profile import StepProfile
-from training.resume import Checkpoint, start_or_continue
+from training.resume import start_or_continue
 from training.run_folder import HOW_TO_GO_ON, finish_run, say_finished, take_folder
 
 
@@ -152,7 +150,7 @@ class Monitoring(CommonMonitoring):
     matmul_tflops: float | None = key(
         None, above=0, may_change=True,
         help="TFLOP/s of a rank's device, as test_dtype.py measures it, for `mfu` in the log; "
-             "null: as published for some GPUs")
+             "null: no `mfu`")
 
 
 @dataclass
@@ -201,7 +199,7 @@ def micro_batch_loss(model, batch, graph, ddp, dtype):
     """Loss of one micro-batch of MicroBatchDataset. Padding and unknown residues X do not count.
 
     Returns: (sum of the loss in nats; (3,) sums for the log: loss, residues, tokens). The loss is
-    divided by the sum of batch["count"] over the global batch: see count_of and global_gradient.
+    divided by the sum of batch["count"] over the global batch: see count_of and global_count.
     """
     batch = to_device(batch, ddp.device, next(model.parameters()).dtype)
     xt, x0, mask, sigma, dsigma = (batch[k] for k in ("xt", "x0", "mask", "sigma", "dsigma"))
@@ -261,6 +259,52 @@ class MicroBatchDataset(torch.utils.data.Dataset):
                 "count": count_of(x0, mask, self.reduction)}
 
 
+# ---------------------------------------------------------------- prepare
+@dataclass(kw_only=True)
+class SeddRun(Run):
+    graph: Any
+    noise: Any
+    plan: BatchPlan
+    letters: Any             # (21,) int64, how often each token occurs in the training proteins
+    init_from: dict | None   # {"path", "hash"} of the initial weights; None: random weights
+
+
+def prepare(  # noqa: PLR0913  (what a command line says of a start)
+        config, ddp, work_dir, resume=None, fresh=False, ipex="auto"):
+    """Everything before the first step that writes nothing: data, model, checkpoint. Returns
+    SeddRun.
+
+    ipex: see ddp_setup.optimize_with_ipex. Raises ValueError or OSError for input that cannot be
+    used. The run folder is touched afterwards, by take_folder, when all checks have passed on every
+    rank."""
+    check_config(config)
+    start = start_or_continue(config, ddp, Path(work_dir), resume, fresh, "--init_from {path}")
+    data, reader = load_data_and_plan(config, start, ddp)
+    network = make_model_and_optimizer(config, start, reader.plan, resume, ipex, ddp)
+    run = make_run(config, start, data, reader, network, ddp)
+    lines = network.lines + describe_data(run, data, network, ddp)
+    batch = network.batch_for_scaling
+    print_lines(ddp, lines + describe_run(run, start.state, run.plan.counted_in, batch, ddp))
+    return run
+
+
+def load_data_and_plan(config, start, ddp):
+    """(TrainingData, BatchReader) of a run: the same on every rank, and as in its checkpoint."""
+    data = load_data(config, ddp)
+    check_alike({"data (hash)": data.fingerprint["hash"]}, ddp)
+    start.check_data("proteins", data.fingerprint)
+    if data.val is None and config.training.patience is not None:
+        raise ValueError(f"config: training.patience is {config.training.patience}, and there are "
+                         "no validation proteins; expected some, or training.patience=null.")
+    reader = make_reader(config, data.train, start.micro_batches, ddp)
+    plan = reader.plan
+    if start.state is not None and start.state["plan"] != plan.identity():
+        raise ValueError(f"{start.path} was saved by a run with other batches (hash "
+                         f"{start.state['plan']}, now {plan.identity()}); expected the same. "
+                         "Continue with the version of this project that saved it, or --fresh.")
+    return data, reader
+
+
 def make_batch_plan(config, length_counts, micro_batches):
     """The BatchPlan of this config. length_counts: see Proteins.length_counts."""
     return BatchPlan(length_counts, config.data.max_length, micro_batches,
@@ -279,98 +323,81 @@ def make_reader(config, proteins, micro_batches, ddp):
     return BatchReader(plan, proteins, broadcast(rows, ddp).numpy())
 
 
-# ---------------------------------------------------------------- prepare
-def make_model(config, graph):
-    """A SEDD of random weights, drawn from torch's generator."""
-    return FastSEDD(graph.vocab_size, **vars(config.model), scale_by_sigma=graph.absorb,
-                    forbidden=(X_ID,), gradient_checkpointing=config.memory.gradient_checkpointing)
+class Network(NamedTuple):
+    """What is trained, and how."""
+    bare: Any              # the model without DDP
+    model: Any             # the same model, wrapped in DDP
+    optimizer: Any
+    dtype: torch.dtype     # for autocast
+    lr: float              # full rate, scaled, as is warmup (steps)
+    warmup: int
+    batch_for_scaling: int   # the global batch that they are scaled to
+    init_from: dict | None   # see SeddRun
+    lines: list              # for the user: where the weights are from
+    precision: str           # for the user: how it computes
 
 
-@dataclass(kw_only=True)
-class SeddCheckpoint(Checkpoint):
-    """See training.resume.Checkpoint."""
-    ema: dict
-    plan: str                        # hash of the batches
-    recent: list[float] = field(default_factory=list)
-    init_from: dict | None = None
-
-
-@dataclass(kw_only=True)
-class SeddRun(Run):
-    graph: Any
-    noise: Any
-    plan: BatchPlan
-    letters: Any          # (21,) int64, how often each token occurs in the training proteins
-    init_from: dict | None   # {"path", "hash"} of the initial weights; None: random weights
-
-
-def prepare(config, ddp, work_dir, resume=None, fresh=False, ipex="auto"):
-    """Everything before the first step that writes nothing: data, model, checkpoint. Returns
-    SeddRun.
-
-    ipex: see ddp_setup.optimize_with_ipex. Raises ValueError or OSError for input that cannot be
-    used. The run folder is touched afterwards, by take_folder, when all checks have passed on every
-    rank."""
-    work_dir = Path(work_dir)
-    check_config(config)
-    # Earlier versions accepted keys of other noise types, so a resumed run may have them.
-    unused = [f"noise.{name}" for name in unused_noise_keys(config.noise)]
-    start = start_or_continue(config, ddp, work_dir, resume, fresh, SeddCheckpoint,
-                              anew="--init_from {path}", ignored=unused)
-    graph = make_graph(config.graph.type, N_TOKENS)
-    noise = noise_of(vars(config.noise))
+def make_model_and_optimizer(  # noqa: PLR0913  (what the two hang on)
+        config, start, plan, resume, ipex, ddp):
+    """The Network of a run, with the weights that it starts from."""
     dtype, precision = choose_precision(config, ddp)
     torch.manual_seed(config.training.seed)   # the same initial weights on every rank
-    bare = make_model(config, graph).to(ddp.device)
+    bare = make_model(config, make_graph(config.graph.type, N_TOKENS)).to(ddp.device)
     compiled = compile_blocks(bare, config.memory.compile, ddp)
     init_from, lines = start_from_weights(config, start, resume, bare, ddp)
-    data = load_data(config, ddp)
-    check_alike({"data (hash)": data.fingerprint["hash"]}, ddp)
-    start.check_data("proteins", data.fingerprint)
-    reader = make_reader(config, data.train, start.micro_batches, ddp)
-    plan = reader.plan
+    start.load_weights(bare)
     per_micro_batch = config.training.batch_size or config.training.tokens_per_batch
-    batch = start.micro_batches * per_micro_batch
-    if start.state is not None and start.state["plan"] != plan.identity():
-        raise ValueError(f"{start.path} was saved by a run with other batches (hash "
-                         f"{start.state['plan']}, now {plan.identity()}); expected the same. "
-                         "Continue with the version of this project that saved it, or --fresh.")
-    lr_batch = min(batch, plan.available)   # few proteins: less than a batch
+    # a small set of proteins never fills the global batch
+    batch_for_scaling = min(start.micro_batches * per_micro_batch, plan.available)
+    lr, warmup = start.rate(batch_for_scaling)
+    optimizer = make_optimizer(bare, lr, config.optim)
+    bare, optimizer = optimize_with_ipex(bare, optimizer, ddp, ipex)
+    model = wrap_ddp(bare, ddp, **vars(config.ddp))   # from here on with the weights of rank 0
+    return Network(bare, model, optimizer, dtype, lr, warmup, batch_for_scaling, init_from, lines,
+                   precision + compiled)
+
+
+def make_model(config, graph):
+    """A SEDD of random weights, drawn from torch's generator."""
+    return SEDD(graph.vocab_size, **vars(config.model), scale_by_sigma=graph.absorb,
+                forbidden=(X_ID,), gradient_checkpointing=config.memory.gradient_checkpointing)
+
+
+def make_run(config, start, data, reader, network, ddp):  # noqa: PLR0913  (all of a run)
+    """The SeddRun of a start, at the step where it begins."""
+    plan = reader.plan
+    graph = make_graph(config.graph.type, N_TOKENS)
+    noise = noise_of(vars(config.noise))
     letters = data.train.letter_counts()
     validation = None
     if data.val is not None:
         val = apply_max_length(data.val, config.data.max_length, config.data.long)
         validation = Validation(val, config, graph, noise, letters, data.source)
     n_iters = config.training.n_iters or config.training.num_epochs * plan.steps_per_epoch
-    lr, warmup = start.rate(lr_batch)
-    initial = {"recent": [0.0, 0.0]}   # logged losses since the last evaluation: sum, number
-    progress = start.progress(SEEN, initial, n_iters)
+    progress = start.progress(SEEN, {}, n_iters)
     sampler = MicroBatchSampler(reader.item_of, start.micro_batches, ddp, progress["step"], n_iters)
-    start.load_weights(bare)
-    optimizer = make_optimizer(bare, lr, config.optim, ddp)
-    bare, optimizer = optimize_with_ipex(bare, optimizer, ddp, ipex)
-    model = wrap_ddp(bare, ddp, **vars(config.ddp))   # from here on with the weights of rank 0
+    per_micro_batch = config.training.batch_size or config.training.tokens_per_batch
     run = SeddRun(
-        config=config, work_dir=work_dir, continued_from=start.path, fingerprint=data.fingerprint,
-        bare=bare, model=model, ema=EMA(bare.parameters(), config.optim.ema), dtype=dtype,
-        optimizer=optimizer, scaler=grad_scaler(dtype, ddp), lr=lr, warmup=warmup,
-        progress=progress, sampler=sampler, validation=validation, n_iters=n_iters,
-        steps_per_epoch=plan.steps_per_epoch, micro_batches=start.micro_batches,
-        global_batch=batch, meter=make_meter(config, ddp, SEEN), letters=letters, graph=graph,
-        noise=noise, plan=plan, init_from=init_from)
-    start.load_optimizer(run)
+        config=config, work_dir=start.work_dir, continued_from=start.path,
+        fingerprint=data.fingerprint, bare=network.bare, model=network.model,
+        ema=EMA(network.bare.parameters(), config.optim.ema), dtype=network.dtype,
+        optimizer=network.optimizer, scaler=grad_scaler(network.dtype, ddp), lr=network.lr,
+        warmup=network.warmup, progress=progress, sampler=sampler, validation=validation,
+        n_iters=n_iters, steps_per_epoch=plan.steps_per_epoch, micro_batches=start.micro_batches,
+        global_batch=start.micro_batches * per_micro_batch, meter=make_meter(config, ddp, SEEN),
+        letters=letters, graph=graph, noise=noise, plan=plan, init_from=network.init_from)
+    start.load_optimizer(run, ddp)
     if not is_finished(run):
         reader.item_of(run.progress["step"], run.sampler.mine[0])   # raises if data is damaged
-    lines += describe_data(run, data, precision + compiled, ddp) + measure_mfu(run, ddp)
-    print_lines(ddp, lines + describe_run(run, start.state, plan.counted_in, lr_batch, ddp))
+    count_flops(run, ddp)
     return run
 
 
-def measure_mfu(run, ddp):
-    """Let the log have `mfu` if the rate of this rank's device is known; lines about it."""
-    peak, source = choose_peak(run.config.monitoring.matmul_tflops, run.dtype, ddp.device)
-    if peak is None:
-        return []
+def count_flops(run, ddp):
+    """Let the log have `mfu`, if monitoring.matmul_tflops tells the rate of this rank's device."""
+    tflops = run.config.monitoring.matmul_tflops
+    if tflops is None:
+        return
 
     # The mean over ranks, by the micro-batches of this one, which may have one more or less.
     share = run.micro_batches / ddp.world_size / len(run.sampler.mine)
@@ -378,22 +405,21 @@ def measure_mfu(run, ddp):
     def flops_of(batch):
         return share * batch["x0"].numel() * flops_per_position(run.bare, batch["x0"].shape[1])
 
-    run.meter.count_flops(flops_of, peak)
-    return [f"mfu: a fraction of {peak / 1e12:,.4g} TFLOP/s per rank, {source}"]
+    run.meter.count_flops(flops_of, tflops * 1e12)
 
 
-def describe_data(run, data, precision, ddp):
+def describe_data(run, data, network, ddp):
     """Lines that describe model, data and batch."""
     config = run.config
     n_parameters = sum(p.numel() for p in run.bare.parameters())
-    keys = ", ".join(f"{key} {value:g}" for key, value in vars(run.noise).items())
+    noise = ", ".join(f"{name} {value:g}" for name, value in vars(run.noise).items())
     proteins = run.plan.describe()
     n_val = 0 if data.val is None else len(data.val)
     if n_val:
         proteins += f"; {n_val:,} for validation"
     lines = [f"model: SEDD, {n_parameters / 1e6:.2f} million parameters, {config.graph.type} "
-             f"graph, {config.noise.type} noise ({keys}), {config.model.parameterization}",
-             f"  {precision}",
+             f"graph, {config.noise.type} noise ({noise}), {config.model.parameterization}",
+             f"  {network.precision}",
              f"data: {data.description}",
              f"  {proteins}",
              describe_batch(run, f"about {run.plan.asked:,} {run.plan.counted_in}", ddp)]
@@ -406,77 +432,96 @@ def describe_data(run, data, precision, ddp):
 
 
 # ---------------------------------------------------------------- train
-def train(run, ddp, watch):  # noqa: C901  (the loop of a run on one screen, in the order of time)
+def train(run, ddp, watch):
     """Train from where `prepare` left off, until `watch` (ddp_watch.py) is asked to stop. Returns
     the step and the last metrics."""
-    progress = run.progress
     config = run.config
-    training = config.training
+    progress = run.progress
     if is_finished(run):
         return say_finished(run, ddp, lambda row, folder: result_lines(row, progress, folder))
     progress["finished"] = ""   # a finished run continues if n_iters was raised
     log = open_log(run, ddp)
-    profile = StepProfile(run, log)
     evaluate_start(run, log, ddp)
-
-    def loss_of(model, batch):
-        return micro_batch_loss(model, batch, run.graph, ddp, run.dtype)
-
     dataset = MicroBatchDataset(run.graph, run.noise, config.data.max_length, run.micro_batches,
-                                training.seed, config.loss.reduction)
+                                config.training.seed, config.loss.reduction)
+
+    def loss_of(batch):
+        return micro_batch_loss(run.model, batch, run.graph, ddp, run.dtype)
+
     batches = open_batches(run, dataset, loss_of, ddp)
+    trace = open_trace(run, ddp)
     began = time.perf_counter()
-    values = {}
     reason = watch.stop_reason(progress["step"])
     while not progress["finished"] and not reason:
-        profile.begin(progress["step"] + 1)
         set_learning_rate(run)
-        micro_batches = fetch(run, batches)
-        # of the mean loss over the micro-batches of all ranks
-        totals, norm = global_gradient(run.model, micro_batches, loss_of, ddp, run, watch)
-        norm = clip_gradient(run, norm)
-        step_optimizer(run, totals)   # a bad step changes nothing
-        step = progress["step"]
-        is_last = step == run.n_iters
-        evaluate_now = is_last or step % training.eval_freq == 0
-        save_now = is_last or step % training.snapshot_freq == 0
-        report = evaluate_now or step % training.log_freq == 0
-        reason, save_due = after_step(run, ddp, watch, at_once=report or save_now)
-        if report:
-            values = report_step(run, log, totals, norm, ddp)
-        if evaluate_now:
-            evaluate(run, log, values, ddp)   # adds val/...; may set "finished"
-        if is_last and not progress["finished"]:
-            progress["finished"] = "all steps done"
-        if report:
-            log.metrics(step, values)
-        sample_every = config.monitoring.sample_frequency   # 0: only at the end
-        if progress["finished"] or (sample_every and step % sample_every == 0):
-            write_samples(run, ddp)
-        if progress["finished"] or save_now or save_due or reason:   # after the samples
-            path = save(run, log, ddp, "last.pt", training.keep_last)
-            watch.saved(path, step, HOW_TO_GO_ON)
-        if report:   # evaluation, saving and sampling are not counted as training
-            run.meter.restart()
-    profile.close()
-    result = {"step": progress["step"], **values}
+        micro_batches = next_micro_batches(run, batches)   # this rank's share of the step
+        count = global_count(micro_batches, ddp)           # residues of all ranks
+        sums = 0.0
+        for k, batch in enumerate(micro_batches):
+            torch.manual_seed(batch["seed"])   # dropout by micro-batch, not by rank
+            with gradient_sync(run.model, last=k == len(micro_batches) - 1):
+                loss, part = loss_of(batch)
+                # DDP divides by world_size; the scaler scales in float16 alone
+                run.scaler.scale(loss * ddp.world_size / count).backward()
+            sums = sums + part
+        run.scaler.unscale_(run.optimizer)
+        run.meter.measure_layers("gradients", run.bare)
+        norm = clip_grad_norm_(run.bare.parameters(), config.optim.grad_clip or math.inf,
+                               foreach=True)
+        totals = exchange(run, sums, count, norm, watch, ddp)   # one small all-reduce
+        if totals.is_finite:                                    # a bad step changes nothing
+            run.scaler.step(run.optimizer)
+            run.ema.update(run.bare.parameters())
+        run.scaler.update()
+        run.optimizer.zero_grad(set_to_none=True)
+        reason, save_due = after_step(run, totals, watch, ddp)
+        report_and_save(run, log, totals, reason or save_due, watch, ddp)
+        if trace:
+            trace.step()
+    if trace:
+        trace.stop()
+    result = {"step": progress["step"], **run.values}
     return finish_run(run, log, watch, reason, result, time.perf_counter() - began,
                       lambda: result_lines(result, progress, run.work_dir))
 
 
-def report_step(run, log, totals, norm, ddp):
+def report_and_save(run, log, totals, asked, watch, ddp):  # noqa: PLR0913  (a step, and to whom)
+    """What follows a step, where it is due: report, evaluate, sample, save. asked: whether somebody
+    asks for a checkpoint now."""
+    training = run.config.training
+    progress = run.progress
+    step = progress["step"]
+    is_last = step == run.n_iters
+    evaluate_now = is_last or due(step, training.eval_freq)
+    report_now = evaluate_now or due(step, training.log_freq)
+    save_now = asked or is_last or due(step, training.snapshot_freq)
+    if report_now:
+        run.values = report_step(run, log, totals, ddp)
+    if evaluate_now:
+        evaluate(run, log, run.values, ddp)   # adds val/...; may set "finished"
+    if is_last and not progress["finished"]:
+        progress["finished"] = "all steps done"
+    if report_now:
+        log.metrics(step, run.values)
+    if progress["finished"] or due(step, run.config.monitoring.sample_frequency):
+        write_samples(run, ddp)
+    if progress["finished"] or save_now:   # after the samples
+        path = save(run, log, ddp, "last.pt", training.keep_last)
+        watch.saved(path, step, HOW_TO_GO_ON)
+    if report_now:   # evaluation, saving and sampling are not counted as training
+        run.meter.restart()
+
+
+def report_step(run, log, totals, ddp):
     """Show loss, perplexity and throughput of a step; returns its metrics by name."""
-    loss_sum, residues, _ = totals.sums.unbind()
-    loss = float(loss_sum / totals.count.clamp(min=1))
-    per_residue = float(loss_sum / residues.clamp(min=1))
+    loss_sum, residues, _ = totals.sums.tolist()
+    loss = loss_sum / totals.count
+    per_residue = loss_sum / max(residues, 1)
     values = {"loss": loss, "perplexity": math.exp(min(per_residue, 50.0)),
-              **step_values(run, norm, ddp)}
-    known = {"mfu": values["mfu"]} if "mfu" in values else {}
+              **step_values(run, totals.norm, ddp)}
+    more = {"mfu": values["mfu"]} if "mfu" in values else {}
     log.progress(run.progress["step"], loss=loss, ppl=values["perplexity"],
-                 rate=values["residues_per_second"], **known, **bad_steps_field(run))
-    if math.isfinite(loss):
-        total, number = run.progress["recent"]
-        run.progress["recent"] = [total + loss, number + 1]
+                 rate=values["residues_per_second"], **more, **bad_steps_field(run))
     return values
 
 

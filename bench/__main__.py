@@ -9,9 +9,9 @@ on the progress to stderr.
 import sys
 
 from ddp_setup import BAD_INPUT
-from bench import learn, own_table, scale, speed
+from bench import scale, speed
 
-COMMANDS = {"speed": speed, "scale": scale, "learn": learn, "own_table": own_table}
+COMMANDS = {"speed": speed, "scale": scale}
 
 
 def main(argv):
@@ -31,7 +31,7 @@ def describe_commands():
     lines = ["usage: python -m bench COMMAND [--help] [options]", ""]
     for name, module in COMMANDS.items():
         first_line = (module.__doc__ or "").partition("\n")[0]
-        lines.append(f"  {name:<11}{first_line}")
+        lines.append(f"  {name:<7}{first_line}")
     return "\n".join(lines)
 
 

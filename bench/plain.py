@@ -13,9 +13,10 @@ import math
 import torch
 import torch.nn.functional as F
 
-from mpnn.batches import collate, collate_complexes
+from dpo.pair_batches import collate
+from dpo.pairs import Pair
+from mpnn.batches import collate_complexes
 from mpnn.model import PAIRS
-from mpnn.pairs import Pair
 from proteins.letters import X_ID
 from proteins.structures import Complex, read_structure
 from sedd.weights import noise_of
@@ -294,7 +295,7 @@ def plain_dpo_loss(policy, reference, pairs, beta):
 class PlainDpo:
     """Plain training steps of DPO, on pairs in random order.
 
-    Args: policy: its weights are moved. reference: the base weights. pairs: mpnn.pairs.Pair.
+    Args: policy: its weights are moved. reference: the base weights. pairs: dpo.pairs.Pair.
         n: pairs in a step. optim: the config's section."""
 
     def __init__(self, policy, reference, pairs, n, loss, optim):  # noqa: PLR0913 (what DPO needs)

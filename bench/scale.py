@@ -12,10 +12,9 @@ Under a launcher it measures that launcher's ranks, and --ranks only says which 
 weak: the batch per rank is that of the config. strong: the global batch is that of the largest of
 --ranks, and fewer ranks take more micro-batches each. "alone": the same processes at the same time
 on the same data, but each trains without DDP and without collectives. So it shows the step without
-communication ("exchange"). "of alone" is the median over steps of alone's time / the time with
-exchange. It can exceed 1 with Muon, if the ranks of a host share its work. Settings alternate, some
-steps each; figures are medians. "speed-up" is that over the fewest ranks, "efficiency" its fraction
-of the ideal one.
+communication. "of alone" is the median over steps of alone's time / the time with communication.
+Settings alternate, some steps each; figures are medians. "speed-up" is that over the fewest ranks,
+"efficiency" its fraction of the ideal one.
 
 A second table has the time and the bus bandwidth of an all-reduce, from 4 KiB to 64 MiB: of N ranks
 each sends 2 (N - 1) / N x bytes.
@@ -38,16 +37,15 @@ from torch.utils.benchmark import timer
 
 import train_dpo_ddp
 import train_sedd_ddp
+from bench.speed import take_step
 from ddp_setup import (BAD_INPUT, Ddp, SetupError, all_mean, all_sum, barrier, broadcast,
                        detect_launcher, wrap_ddp)
-from dpo.reference import make_tables
 from sedd.data import names_no_data
 from training.command_line import joined_ranks
 from training.config import load_config
 from training.files import read_text, write_text_atomic
 from training.launch import run_ranks
-from training.loop import open_batches, take_step
-from training.meter import PARTS, StepMeter, seconds_by_part
+from training.loop import open_batches
 from training.parser import Parser
 from training.plan import numbers_of
 
@@ -65,7 +63,7 @@ class Setting(NamedTuple):
     """A way to train that is timed."""
     scaling: str                 # weak | strong
     share: int                   # micro-batches per rank in a step
-    alone: bool = False          # without exchange
+    alone: bool = False          # without communication
 
 
 # ---------------------------------------------------------------- one launch
@@ -110,21 +108,21 @@ def measure_run(run, settings, args, ddp):
     dataset, loss_of = training_of(run, args.what, ddp)
     mine = run.sampler.mine
     order = list(enumerate(settings))
-    times = np.zeros((ddp.world_size, len(settings), args.repeats, args.steps, len(PARTS)))
+    times = np.zeros((ddp.world_size, len(settings), args.repeats, args.steps))
     for repeat in range(args.repeats):
         order.append(order.pop(0))
         for k, setting in order:
             run.sampler.mine = mine[:setting.share]
             times[ddp.rank, k, repeat] = time_block(run, setting, repeat * args.steps, args.steps,
                                                     dataset, loss_of, ddp)
-    parts = all_sum(torch.from_numpy(times), ddp).numpy()
+    times = all_sum(torch.from_numpy(times), ddp).numpy()
     # Mean, in the unit of the global batch. SEDD's may differ from what the config asks for.
     per_micro_batch = run.global_batch / run.micro_batches
     unit = "pairs"
     if args.what == "sedd":
         per_micro_batch = float(run.plan.mean)
         unit = run.plan.counted_in
-    rows = [make_row(setting, settings, parts, per_micro_batch) for setting in settings]
+    rows = [make_row(setting, settings, times, per_micro_batch) for setting in settings]
     if len(args.ranks) > 1 and ddp.world_size == max(args.ranks):
         rows += [{**row, "scaling": "strong"} for row in rows]
     return dict(
@@ -137,65 +135,49 @@ def measure_run(run, settings, args, ddp):
 
 def training_of(run, what, ddp):
     """(data set of micro-batches, loss function), as the script's `train` makes them."""
+    if what == "dpo":
+        train_dpo_ddp.keep_base_scores(run, ddp)
+        return run.train_set, lambda batch: train_dpo_ddp.micro_batch_loss(run.model, batch, run,
+                                                                           ddp)
     config = run.config
-    if what == "sedd":
-        dataset = train_sedd_ddp.MicroBatchDataset(run.graph, run.noise, config.data.max_length,
-                                                   run.micro_batches, config.training.seed,
-                                                   config.loss.reduction)
-
-        def loss_of(model, batch):
-            return train_sedd_ddp.micro_batch_loss(model, batch, run.graph, ddp, run.dtype)
-    else:
-        make_tables(run, ddp)
-        dataset = train_dpo_ddp.MicroBatchDataset(run.make_batch, config.training.seed)
-
-        def loss_of(model, batch):
-            return train_dpo_ddp.micro_batch_loss(model, batch, run.reference, config, ddp,
-                                                  run.dtype)
-    return dataset, loss_of
+    dataset = train_sedd_ddp.MicroBatchDataset(run.graph, run.noise, config.data.max_length,
+                                               run.micro_batches, config.training.seed,
+                                               config.loss.reduction)
+    return dataset, lambda batch: train_sedd_ddp.micro_batch_loss(run.model, batch, run.graph, ddp,
+                                                                  run.dtype)
 
 
 def time_block(run, setting, first, n, dataset, loss_of, ddp):
-    """Take n steps from step `first` on, after one that does not count.
-
-    Returns: (n, 4) seconds of the PARTS of each of this rank's steps."""
+    """Take n steps from step `first` on, after one that does not count. Returns the seconds of each
+    of this rank's steps, a list."""
     place = replace(ddp, world_size=1) if setting.alone else ddp
     # Wrapping copies rank 0's weights to all ranks, which "alone" steps have made different.
     run.model = wrap_ddp(run.bare, place, **vars(run.config.ddp))
-    run.optimizer.ddp = place   # Muon divides its work among the ranks in it
     run.sampler.first = first
     run.sampler.last = first + n + 1
     run.progress["step"] = first
-    run.meter = StepMeter(place, timing_every=1, seen=run.meter.seen)
-    run.pending = None
     batches = open_batches(run, dataset, loss_of, place)
     barrier(ddp)
-    for _ in range(n + 1):
-        take_step(run, batches, loss_of, place)
     times = []
-    for laps in run.meter.timed[1:]:
-        seconds = seconds_by_part(laps)
-        times.append([seconds[part] for part in PARTS])
-    return times
+    for _ in range(n + 1):
+        begin = timer()     # after the device has finished its work
+        take_step(run, batches, loss_of, place)
+        times.append(timer() - begin)
+    return times[1:]
 
 
-def make_row(setting, settings, parts, per_micro_batch):
+def make_row(setting, settings, times, per_micro_batch):
     """The results of a setting, as a row of the JSON file.
 
-    parts: (rank, setting, repeat, step, part) seconds. per_micro_batch: size, in the unit of the
-        global batch."""
-    k = settings.index(setting)
-    steps = parts[:, k].sum(-1).mean(0)
-    seconds = float(np.median(steps))
-    shares = parts[:, k].mean((0, 1, 2)) / steps.mean()
+    times: (rank, setting, repeat, step) seconds. per_micro_batch: size, in the unit of the global
+        batch."""
+    steps = times[:, settings.index(setting)].mean(0)
     row = dict(scaling=setting.scaling, alone=setting.alone,
-               batch=per_micro_batch * setting.share * len(parts), seconds=seconds,
-               parts={part: float(share) * seconds for part, share in zip(PARTS, shares)},
-               of_alone=1.0)
+               batch=per_micro_batch * setting.share * len(times),
+               seconds=float(np.median(steps)), of_alone=1.0)
     alone = setting._replace(alone=True)
     if alone in settings:
-        limit = settings.index(alone)
-        row["of_alone"] = float(np.median(parts[:, limit].sum(-1).mean(0) / steps))
+        row["of_alone"] = float(np.median(times[:, settings.index(alone)].mean(0) / steps))
     return row
 
 
@@ -226,13 +208,12 @@ def print_report(launches):
     print(f"{last['parameters'] / 1e6:.2f} million parameters, {last['dtype']}, {last['device']}"
           f"{threads}; medians\n")
     print(f"| scaling | ranks | batch ({last['unit']}) | s a step | {last['unit']}/s | speed-up "
-          f"| efficiency | of alone | {' | '.join(PARTS)} |\n|{'---|' * (8 + len(PARTS))}")
+          f"| efficiency | of alone |\n|{'---|' * 8}")
     for row in table_of(latest):
-        parts = [f"{row['parts'][part] / row['seconds']:.0%}" for part in PARTS]
         name = f"{row['scaling']}, alone" if row["alone"] else row["scaling"]
         print(f"| {name} | {row['ranks']} | {row['batch']:,.0f} | {row['seconds']:.3f} "
               f"| {row['batch'] / row['seconds']:,.0f} | {row['speed_up']:.2f} "
-              f"| {row['efficiency']:.0%} | {row['of_alone']:.2f} | {' | '.join(parts)} |")
+              f"| {row['efficiency']:.0%} | {row['of_alone']:.2f} |")
     most = latest[max(latest)]
     if most["all_reduces"]:
         print_all_reduces(most)

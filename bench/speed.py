@@ -6,9 +6,8 @@
     python -m bench speed dpo --pairs pairs.json --device cpu
     python -m bench speed tables                         # pairs from a table, and one by one
     python -m bench speed sample --lengths 100 400 --batch 1 8 32
-    python -m bench speed --all                          # on a new card, in 9 minutes
-    python -m bench speed --against ../other_checkout    # ours in two versions
 
+bench/card.sh runs it on a new card, beside other checks.
 Prints a table in Markdown under the name of the processor or card. A row has the medians of the
 rates of both, and the median and range of their ratio, turn by turn. On a CPU with one thread, and
 a second is a CPU second. The plain codes are in bench/plain.py: SEDD's in the same dtype, those of
@@ -31,12 +30,15 @@ sample  sample_sequences of sample_sedd.py, and encode and sample of mpnn/model.
         with which ours asks the network only when a residue is unmasked
 
 "differ": relative differences of loss and gradient norm in a step from equal weights on equal data,
-without dropout. bench/against.py explains --against, bench/speed_all.py --all. Leaves no files but
-those of --all.
+without dropout. Leaves no files.
 """
 import contextlib
 import copy
+import csv
+import functools
 import io
+import json
+import math
 import platform
 import statistics
 import sys
@@ -50,16 +52,13 @@ import torch
 
 import train_dpo_ddp
 import train_sedd_ddp
-from ddp_setup import BAD_INPUT
-from bench import against, speed_all
-from bench.made import (made_lengths, write_demo_pdb, write_made_fasta, write_made_pairs,
-                        write_made_table)
+from ddp_setup import BAD_INPUT, gradient_sync
 from bench.plain import PlainDpo, PlainSedd, plain_mpnn_sample, plain_sedd_sample
-from dpo.reference import make_tables
 from mpnn.batches import collate_complexes
-from mpnn.model import decoding_order, random_proteinmpnn
-from proteins.letters import N_TOKENS
-from proteins.structures import Complex, read_structure
+from mpnn.demo import PHI_PSI, build_backbone
+from mpnn.model import ATOMS, decoding_order, random_proteinmpnn
+from proteins.letters import LETTERS, N_TOKENS, X_ID
+from proteins.structures import NAMES, Complex, read_structure
 from sample_sedd import FREE, sample_sequences
 from sedd.batches import to_device
 from sedd.diffusion import make_graph, make_noise
@@ -67,7 +66,8 @@ from sedd.model import flops_per_position
 from sedd.weights import Sedd
 from training.command_line import joined_ranks
 from training.config import load_config
-from training.loop import open_batches, take_step
+from training.loop import (exchange, global_count, next_micro_batches, open_batches,
+                           set_learning_rate)
 from training.parser import Parser
 from training.peak import matmul_rows, measure_matmul
 from training.precision import choose_dtype, compile_blocks
@@ -149,49 +149,52 @@ class Table:
               f"| per {second} | plain | ours | ratio (range) | MFU | differ: loss, norm |\n"
               "|---|---|---|---|---|---|", flush=True)
 
-    def add(self, title, unit, sides, differences=None):
-        """Measure, and print the rows.
+    def add(self, title, unit, plain, ours, differences=None):  # noqa: PLR0913  (all of a row)
+        """Measure in turns, and print a row for each dtype of ours.
 
         Args:
-            sides: {"plain": function () -> Work, (text, dtype): function () -> Work, ...}; each
-                call is a turn.
-            differences: {(text, dtype): (of loss, of norm)}.
+            plain: function () -> Work, a turn of the plain code.
+            ours: {dtype: function () -> Work}.
+            differences: {dtype: (of the loss, of the norm of the gradient)}.
         """
-        times = in_turns(title, sides, self.options.repeats, self.ddp)
-        plain = times.pop("plain")
-        for (text, dtype), turns in times.items():
-            ratios = [our.amount / our_seconds / (his.amount / his_seconds)
-                      for (our, our_seconds), (his, his_seconds) in zip(turns, plain)]
+        plain_turns, *our_turns = take_turns(title, [plain, *ours.values()], self.options.repeats,
+                                             self.ddp)
+        for dtype, turns in zip(ours, our_turns):
+            ratios = [rate(turn) / rate(other) for turn, other in zip(turns, plain_turns)]
             mfu = statistics.median(work.flops / seconds for work, seconds in turns)
-            mfu /= self.rates[dtype]
-            differ = ", ".join(f"{x:.0e}" for x in (differences or {}).get((text, dtype), []))
-            name = ", ".join(part for part in (title, name_of(dtype), text) if part)
-            print(f"| {name}: {unit} | {number(rate_of(plain))} | {number(rate_of(turns))} "
-                  f"| {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) "
-                  f"| {f'{mfu:.0%}' if mfu else '-'} | {differ or '-'} |", flush=True)
+            mfu = f"{mfu / self.rates[dtype]:.0%}" if mfu else "-"
+            differ = "-"
+            if differences:
+                differ = ", ".join(f"{difference:.0e}" for difference in differences[dtype])
+            print(f"| {title}, {name_of(dtype)}: {unit} | {median_text(plain_turns)} "
+                  f"| {median_text(turns)} | {statistics.median(ratios):.2f} "
+                  f"({min(ratios):.2f} to {max(ratios):.2f}) | {mfu} | {differ} |", flush=True)
 
 
-def in_turns(title, sides, repeats, ddp):
-    """{name of a side: [(Work, seconds) of each turn]}, after WARM_UP turns."""
-    times = {name: [] for name in sides}
+def take_turns(title, sides, repeats, ddp):
+    """For each side, a function () -> Work: [(Work, seconds) of each turn], after WARM_UP turns."""
+    times = [[] for _ in sides]
     for turn in range(1 - WARM_UP, 1 + repeats):
         say(f"{title}: {f'turn {turn} of {repeats}' if turn > 0 else 'warm-up'}")
-        for name, take in sides.items():
+        for side, take in enumerate(sides):
             start = now(ddp)
             work = take()
             seconds = now(ddp) - start
             if turn > 0:
-                times[name].append((work, seconds))
+                times[side].append((work, seconds))
     return times
 
 
-def rate_of(turns):
-    return statistics.median(work.amount / seconds for work, seconds in turns)
+def rate(turn):
+    """Amount per second of (Work, seconds)."""
+    work, seconds = turn
+    return work.amount / seconds
 
 
-def number(rate):
-    """Text of a rate, with four digits or more."""
-    return f"{rate:,.0f}" if rate >= 1000 else f"{rate:.4g}"
+def median_text(turns):
+    """The median rate of turns, with four digits or more."""
+    median = statistics.median(map(rate, turns))
+    return f"{median:,.0f}" if median >= 1000 else f"{median:.4g}"
 
 
 def now(ddp):
@@ -229,6 +232,41 @@ def say(text):
     print(text, file=sys.stderr, flush=True)
 
 
+# ---------------------------------------------------------------- the training step
+class Nobody:
+    """A watch (ddp_watch.py) that never asks to stop."""
+
+    def flag(self):
+        return False
+
+
+def take_step(run, batches, loss_of, ddp):
+    """A step as both training scripts take it, without float16 and without log. Returns its Totals.
+
+    run: of a script's `prepare`. batches: see open_batches. loss_of: function (micro-batch) ->
+    (loss, sums)."""
+    set_learning_rate(run)
+    micro_batches = next_micro_batches(run, batches)
+    count = global_count(micro_batches, ddp)
+    sums = 0.0
+    for k, batch in enumerate(micro_batches):
+        torch.manual_seed(batch["seed"])
+        with gradient_sync(run.model, last=k == len(micro_batches) - 1):
+            loss, part = loss_of(batch)
+            (loss * ddp.world_size / count).backward()
+        sums = sums + part
+    largest = run.config.optim.grad_clip or math.inf
+    norm = torch.nn.utils.clip_grad_norm_(run.bare.parameters(), largest, foreach=True)
+    totals = exchange(run, sums, count, norm, Nobody(), ddp)
+    if totals.is_finite:
+        run.optimizer.step()
+        if run.ema is not None:
+            run.ema.update(run.bare.parameters())
+    run.optimizer.zero_grad(set_to_none=True)
+    run.progress["step"] += 1
+    return totals
+
+
 # ---------------------------------------------------------------- SEDD
 def measure_sedd(table, folder):
     """Rows for each data set, and for each way to compute."""
@@ -244,8 +282,8 @@ def measure_sedd(table, folder):
         cases = [(data, None)]
     for file, length in cases:
         config = sedd_config(table.options, file, length)
-        run_quietly(train_sedd_ddp, config, folder / f"run-{file.stem}", table.ddp,
-                    lambda run, ddp: add_sedd_rows(table, run, file.stem))
+        run = prepare_quietly(train_sedd_ddp, config, folder / f"run-{file.stem}", table.ddp)
+        add_sedd_rows(table, run, file.stem)
 
 
 def sedd_config(options, file, length):
@@ -266,13 +304,12 @@ def sedd_config(options, file, length):
     return config
 
 
-def run_quietly(script, config, folder, ddp, use):
-    """Call use(run, ddp) with a run that the training script has prepared."""
+def prepare_quietly(script, config, folder, ddp):
+    """A run that the training script prepares, without a word."""
     config.training.n_iters = 10**6
     config.training.stop_signals = ()
     with contextlib.redirect_stdout(io.StringIO()):
-        run = script.prepare(config, ddp, folder)
-    use(run, ddp)
+        return script.prepare(config, ddp, folder)
 
 
 def add_sedd_rows(table, run, name):
@@ -287,27 +324,27 @@ def add_sedd_rows(table, run, name):
     ours = OurSedd(run, table.options.steps, ddp)
     plain = PlainSedd(copy.deepcopy(run.bare), run.config, max(round(n), 1), length, ddp)
     residues = len(plain.x0) * run.plan.residues / run.plan.proteins   # without padding, on average
-    differences = {}
+    differences = None
     if not table.options.config:
         say(f"{name}: comparing the results")
-        differences = {("", dtype): ours.compare(plain, dtype) for dtype in table.dtypes}
+        differences = {dtype: ours.compare(plain, dtype) for dtype in table.dtypes}
 
     def take_plain(dtype):
         for _ in range(ours.steps):
             plain.step(dtype)
         return Work(ours.steps * residues)
 
+    def add(title, dtype, differences=None):
+        table.add(title, "residues", lambda: take_plain(dtype),
+                  {dtype: lambda: ours.take(dtype)}, differences)
+
     millions = sum(p.numel() for p in run.bare.parameters()) / 1e6
     title = f"SEDD step, {millions:.0f} M, {name}"
     for dtype in table.dtypes:
-        sides = {"plain": lambda dtype=dtype: take_plain(dtype),
-                 ("", dtype): lambda dtype=dtype: ours.take(dtype)}
-        table.add(title, "residues", sides, differences)
+        add(title, dtype, differences)
     if ddp.device.type == "cuda":
-        dtype = table.dtypes[-1]
         compile_blocks(run.bare, True, ddp)
-        table.add(title, "residues", {"plain": lambda: take_plain(dtype),
-                                      ("compiled", dtype): lambda: ours.take(dtype)})
+        add(f"{title}, compiled", table.dtypes[-1])
         torch.compiler.reset()
 
 
@@ -319,26 +356,27 @@ class OurSedd:
         self.steps = steps
         self.ddp = ddp
         self.dtype = torch.float32
+        self.flops = 0.0
         self.dataset = train_sedd_ddp.MicroBatchDataset(
             run.graph, run.noise, run.config.data.max_length, run.micro_batches,
             run.config.training.seed, run.config.loss.reduction)
         self.batches = open_batches(run, self.dataset, self.loss_of, ddp)
-        self.flops = 0.0
 
-    def loss_of(self, model, batch):
+    def loss_of(self, batch):
+        run = self.run
         x0 = batch["x0"]
-        self.flops += x0.numel() * flops_per_position(self.run.bare, x0.shape[1])
-        return train_sedd_ddp.micro_batch_loss(model, batch, self.run.graph, self.ddp, self.dtype)
+        self.flops += x0.numel() * flops_per_position(run.bare, x0.shape[1])
+        return train_sedd_ddp.micro_batch_loss(run.model, batch, run.graph, self.ddp, self.dtype)
 
     def take(self, dtype):
         """A turn in this dtype. Returns its Work."""
         self.dtype = dtype
         self.flops = 0.0
-        residues = 0
+        residues = 0.0
         for _ in range(self.steps):
-            totals, _ = take_step(self.run, self.batches, self.loss_of, self.ddp)
-            residues = residues + totals.sums[1]        # the device is not waited for
-        return Work(float(residues), self.flops)
+            totals = take_step(self.run, self.batches, self.loss_of, self.ddp)
+            residues += float(totals.sums[1])       # see train_sedd_ddp.micro_batch_loss
+        return Work(residues, self.flops)
 
     def compare(self, plain, dtype):
         """Relative differences (loss, gradient norm) of our next step from one of the plain code on
@@ -346,26 +384,25 @@ class OurSedd:
         weights that training has made of them."""
         run = self.run
         plain.model.load_state_dict(run.bare.state_dict())
-        step = run.progress["step"]
-        batch = self.dataset[run.sampler.item_of(step, run.sampler.mine[0])]
+        batch = self.dataset[run.sampler.item_of(run.progress["step"], run.sampler.mine[0])]
         self.dtype = dtype
         for block in run.bare.blocks:
             block.dropout = 0.0
-        totals, norm = take_step(run, self.batches, self.loss_of, self.ddp)
+        totals = take_step(run, self.batches, self.loss_of, self.ddp)
         for block in run.bare.blocks:
             block.dropout = run.config.model.dropout
-        batch = to_device(batch, self.ddp.device, torch.float32)
         plain.optimizer.zero_grad()
-        loss = 0.0
+        batch = to_device(batch, self.ddp.device, torch.float32)
         n = len(batch["x0"])
+        loss = 0.0
         for i, length in enumerate(batch["mask"].sum(1).tolist()):
-            one = [batch[name][i:i + 1] for name in ("x0", "xt", "sigma", "dsigma")]
-            one = [x[:, :length] if x.dim() == 2 else x for x in one]
-            share = plain.loss(one, dtype, 0.0) / n
+            protein = (batch["x0"][i:i + 1, :length], batch["xt"][i:i + 1, :length],
+                       batch["sigma"][i:i + 1], batch["dsigma"][i:i + 1])
+            share = plain.loss(protein, dtype, 0.0) / n
             share.backward()
             loss += float(share.detach())
-        return (abs(float(totals.sums[0] / totals.count) / loss - 1),
-                abs(float(norm / norm_of(plain.model)) - 1))
+        return (abs(float(totals.sums[0]) / totals.count / loss - 1),
+                abs(totals.norm / float(norm_of(plain.model)) - 1))
 
 
 def norm_of(model):
@@ -383,8 +420,7 @@ def measure_dpo(table, folder):
         pairs = folder / "pairs.json"
         write_made_pairs(pairs, folder / "made.pdb", 4)
         title = f"DPO step, {MADE_RESIDUES} residues"
-    cases = DPO_CASES[:1] if table.options.quick else DPO_CASES
-    for number, (batch_size, order, dtype) in enumerate(cases):
+    for batch_size, order, dtype in DPO_CASES:
         if dtype not in table.dtypes:
             continue
         config = train_dpo_ddp.Config()
@@ -394,9 +430,10 @@ def measure_dpo(table, folder):
         config.training.batch_size = batch_size
         config.loss.order = order
         config.memory.mixed_precision = name_of(dtype)
-        case = f"{title}, {batch_size} pair{'s' if batch_size > 1 else ''}, {order}"
-        run_quietly(train_dpo_ddp, config, folder / f"run-{number}", table.ddp,
-                    lambda run, ddp: add_dpo_row(table, run, case))
+        run = prepare_quietly(train_dpo_ddp, config,
+                              folder / f"run-{batch_size}-{order}-{name_of(dtype)}", table.ddp)
+        plural = "s" if batch_size > 1 else ""
+        add_dpo_row(table, run, f"{title}, {batch_size} pair{plural}, {order}")
 
 
 def add_dpo_row(table, run, title):
@@ -408,14 +445,13 @@ def add_dpo_row(table, run, title):
         for p in run.bare.parameters():
             p += 0.003 * torch.randn(p.shape, generator=generator).to(p.device)
     ours = OurDpo(run, table.options.steps, ddp)
-    plain = PlainDpo(copy.deepcopy(run.bare), base, run.pairs, config.training.batch_size,
-                     config.loss, config.optim)
-    differences = {}
+    plain = PlainDpo(copy.deepcopy(run.bare), base, run.train_set.items,
+                     config.training.batch_size, config.loss, config.optim)
+    differences = None
     if config.loss.order == "arange":   # as plain
-        differences[("", run.dtype)] = ours.compare(plain)
-    table.add(title, "residues", {
-        "plain": lambda: Work(sum(plain.step() for _ in range(ours.steps))),
-        ("", run.dtype): ours.take}, differences)
+        differences = {run.dtype: ours.compare(plain)}
+    table.add(title, "residues", lambda: Work(sum(plain.step() for _ in range(ours.steps))),
+              {run.dtype: lambda: ours.take(residues_of)}, differences)
 
 
 class OurDpo:
@@ -426,37 +462,40 @@ class OurDpo:
         self.steps = steps
         self.ddp = ddp
         with contextlib.redirect_stdout(io.StringIO()):
-            make_tables(run, ddp)
-        dataset = train_dpo_ddp.MicroBatchDataset(run.make_batch, run.config.training.seed)
-        self.batches = open_batches(run, dataset, self.loss_of, ddp)
+            train_dpo_ddp.keep_base_scores(run, ddp)
+        self.batches = open_batches(run, run.train_set, self.loss_of, ddp)
 
-    def loss_of(self, model, batch):
-        return train_dpo_ddp.micro_batch_loss(model, batch, self.run.reference, self.run.config,
-                                              self.ddp, self.run.dtype)
+    def loss_of(self, batch):
+        return train_dpo_ddp.micro_batch_loss(self.run.model, batch, self.run, self.ddp)
 
-    def next_pairs(self):
-        """The pairs of the next step."""
+    def next_items(self):
+        """The pairs or proteins of the next step."""
         *_, indices = self.run.sampler.item_of(self.run.progress["step"], self.run.sampler.mine[0])
-        return [self.run.pairs[i] for i in indices]
+        return [self.run.train_set.items[i] for i in indices]
 
-    def take(self, amount=lambda pairs, totals: sum(len(pair.complex) for pair in pairs)):
-        """A turn. Returns its Work. amount: of a step on these pairs with these Totals."""
-        done = 0
+    def take(self, amount):
+        """A turn. Returns its Work. amount: function (items, Totals) of a step."""
+        done = 0.0
         for _ in range(self.steps):
-            pairs = self.next_pairs()
-            totals, _ = take_step(self.run, self.batches, self.loss_of, self.ddp)
-            done = done + amount(pairs, totals)         # the device is not waited for
-        return Work(float(done))
+            items = self.next_items()
+            totals = take_step(self.run, self.batches, self.loss_of, self.ddp)
+            done += amount(items, totals)
+        return Work(done)
 
     def compare(self, plain):
         """Differences (of the loss; of the gradient norm, relative) of our next step from one of
         the plain code on the same pairs, from equal weights."""
         plain.policy.load_state_dict(self.run.bare.state_dict())
-        loss = plain.loss(self.next_pairs())
+        loss = plain.loss(self.next_items())
         loss.backward()
-        totals, norm = take_step(self.run, self.batches, self.loss_of, self.ddp)
-        return (abs(float(totals.sums[0] / totals.count) / float(loss.detach()) - 1),
-                abs(float(norm / norm_of(plain.policy)) - 1))
+        totals = take_step(self.run, self.batches, self.loss_of, self.ddp)
+        return (abs(float(totals.sums[0]) / totals.count / float(loss.detach()) - 1),
+                abs(totals.norm / float(norm_of(plain.policy)) - 1))
+
+
+def residues_of(pairs, totals):
+    """Residues of the structures, one structure for each pair."""
+    return sum(len(pair.complex) for pair in pairs)
 
 
 # ---------------------------------------------------------------- tables of mutations
@@ -466,16 +505,13 @@ def measure_tables(table, folder):
     write_demo_pdb(folder / "made.pdb", TABLE_RESIDUES)
     write_made_table(folder / "made.csv", folder / "made.pdb", folder / "pairs.json",
                      PAIRS_ONE_BY_ONE)
-    of_pairs = table_config(folder / "pairs.json")
-    of_table = table_config(folder / "made.csv")
-    of_table.loss.unit = "table"
-    of_table.table = train_dpo_ddp.Table(measured="ddg", better="lower")
-
-    def with_run_of_pairs(one_by_one, ddp):
-        run_quietly(train_dpo_ddp, of_table, folder / "run-table", ddp,
-                    lambda run, ddp: add_table_rows(table, one_by_one, run))
-
-    run_quietly(train_dpo_ddp, of_pairs, folder / "run-pairs", table.ddp, with_run_of_pairs)
+    config = table_config(folder / "pairs.json")
+    one_by_one = prepare_quietly(train_dpo_ddp, config, folder / "run-pairs", table.ddp)
+    config = table_config(folder / "made.csv")
+    config.loss.unit = "table"
+    config.table = train_dpo_ddp.Table(measured="ddg", better="lower", wild_type=0.0)
+    run = prepare_quietly(train_dpo_ddp, config, folder / "run-table", table.ddp)
+    add_table_rows(table, one_by_one, run)
 
 
 def table_config(data):
@@ -491,19 +527,24 @@ def table_config(data):
 
 
 def add_table_rows(table, one_by_one, run):
+    """Rows of both runs, each with another amount of the same steps."""
     plain = OurDpo(one_by_one, table.options.steps, table.ddp)
     ours = OurDpo(run, table.options.steps, table.ddp)
-    mutations, = run.pairs
+    mutations, = run.train_set.items
     title = f"DPO step, {len(mutations.variants)} mutations of {mutations.length} residues"
 
-    def pairs_of(items, totals):
-        return totals.sums[-2]              # see train_dpo_ddp.micro_batch_loss
+    def pairs(items, totals):
+        return float(totals.sums[-2])       # see train_dpo_ddp.micro_batch_loss
 
-    table.add(title, "pairs", {"plain": lambda: plain.take(pairs_of),
-                               ("", run.dtype): lambda: ours.take(pairs_of)})
-    table.add(title, "variants", {
-        "plain": lambda: plain.take(lambda pairs, totals: 2 * len(pairs)),
-        ("", run.dtype): lambda: ours.take(lambda tables, totals: len(tables[0].variants))})
+    def variants_of_pairs(items, totals):
+        return 2 * len(items)
+
+    def variants_of_table(items, totals):
+        return len(mutations.variants)
+
+    table.add(title, "pairs", lambda: plain.take(pairs), {run.dtype: lambda: ours.take(pairs)})
+    table.add(title, "variants", lambda: plain.take(variants_of_pairs),
+              {run.dtype: lambda: ours.take(variants_of_table)})
 
 
 # ---------------------------------------------------------------- samplers
@@ -518,11 +559,10 @@ def measure_samplers(table, folder):
                 lengths[f"{length // 10} to {length}"] = mixed_lengths(length, batch)
             for title, each in lengths.items():
                 for parameterization in ("sedd", "subs"):
-                    sides = sedd_samplers(parameterization, each, table)
                     table.add(f"drawing, {parameterization.upper()}, {title}, {batch} at a time",
-                              "sequences", sides)
+                              "sequences", *sedd_samplers(parameterization, each, table))
             table.add(f"drawing, ProteinMPNN, {length} residues, {batch} at a time", "sequences",
-                      mpnn_samplers(folder, length, batch, table.ddp))
+                      *mpnn_samplers(folder, length, batch, table.ddp))
 
 
 def mixed_lengths(longest, batch):
@@ -531,7 +571,7 @@ def mixed_lengths(longest, batch):
 
 
 def sedd_samplers(parameterization, lengths, table):
-    """Sides that draw a protein of each length."""
+    """(plain, ours), as Table.add takes them: they draw a protein of each length."""
     ours = random_sedd(table.ddp.device, parameterization)
     templates = [FREE * length for length in lengths]
     steps = table.options.sample_steps
@@ -546,10 +586,7 @@ def sedd_samplers(parameterization, lengths, table):
                          tokens=max(16384, max(lengths)))
         return Work(len(lengths))
 
-    sides = {"plain": draw_plainly}
-    for dtype in table.dtypes:
-        sides["", dtype] = lambda dtype=dtype: draw(dtype)
-    return sides
+    return draw_plainly, {dtype: functools.partial(draw, dtype) for dtype in table.dtypes}
 
 
 def random_sedd(device, parameterization="sedd"):
@@ -562,11 +599,11 @@ def random_sedd(device, parameterization="sedd"):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.05 * torch.randn(parameter.shape)
-    return Sedd(model.to(device), graph, make_noise("loglinear"), {}, None, None, 10**6, {}, ())
+    return Sedd(model.to(device), graph, make_noise("loglinear"), {}, None, None, 10**6, ())
 
 
 def mpnn_samplers(folder, length, batch, ddp):
-    """Sides that draw `batch` sequences for a structure."""
+    """(plain, ours), as Table.add takes them: they draw `batch` sequences for a structure."""
     path = folder / f"{length}.pdb"
     write_demo_pdb(path, length)
     model = random_proteinmpnn(0).eval()
@@ -591,7 +628,78 @@ def mpnn_samplers(folder, length, batch, ddp):
         model.sample(encoding, S, everywhere, orders(), TEMPERATURE)
         return Work(batch)
 
-    return {"plain": draw_plainly, ("", torch.float32): draw}
+    return draw_plainly, {torch.float32: draw}
+
+
+# ---------------------------------------------------------------- made data
+LONGEST = 45_000            # residues in a random protein, at most
+
+
+def made_lengths(n, random):
+    """(n,) int64 lengths as in UniRef50: log-normal, mean 287. random: a numpy generator."""
+    return np.exp(random.normal(np.log(200), 0.85, n)).clip(11, LONGEST).astype(np.int64)
+
+
+def write_made_fasta(path, lengths, random):
+    """Write a FASTA file of random proteins of these lengths."""
+    letters = np.array(list(LETTERS[:X_ID]))
+    with open(path, "w") as file:
+        for i, length in enumerate(lengths):
+            file.write(f">made{i}\n{''.join(random.choice(letters, length))}\n")
+
+
+def write_demo_pdb(path, n_residues):
+    """Helices and strands of 12 residues in turns, as a PDB file with one chain."""
+    kinds = [("helix", "strand")[i // 12 % 2] for i in range(n_residues)]
+    X = build_backbone(*zip(*(PHI_PSI[kind] for kind in kinds)))
+    X -= X.min((0, 1))                      # a PDB column has no room for numbers such as -1000.000
+    with open(path, "w") as file:
+        for i, residue in enumerate(X.tolist()):
+            for k, (atom, xyz) in enumerate(zip(ATOMS, residue)):
+                place = f"{4 * i + k + 1:5d}  {atom:<3} {NAMES[i * 7 % 20]} A{i + 1:4d}"
+                x, y, z = (f"{coordinate:8.3f}" for coordinate in xyz)
+                file.write(f"ATOM  {place}    {x}{y}{z}  1.00  0.00           {atom[0]}\n")
+
+
+def write_made_pairs(path, structure, n):
+    """Write n pairs of random sequences on a structure that write_demo_pdb wrote, beside it."""
+    random = np.random.default_rng(0)
+    chain, = read_structure(structure).chains.values()
+    letters = np.array(list(LETTERS[:X_ID]))
+    pairs = []
+    for _ in range(n):
+        chosen, rejected = ("".join(random.choice(letters, len(chain.S))) for _ in range(2))
+        pairs.append({"pdb_file": structure.name, "chain_id": "A", "preferred_seq": chosen,
+                      "unpreferred_seq": rejected})
+    path.write_text(json.dumps(pairs))
+
+
+def write_made_table(path, structure, pairs, n):
+    """Write a table of all single mutations, with random values, of a structure that write_demo_pdb
+    wrote, beside it; and as `pairs` n pairs of them."""
+    random = np.random.default_rng(0)
+    chain, = read_structure(structure).chains.values()
+    rows = []
+    sequences = []          # (row, sequence) of each mutation
+    for row, native in enumerate(chain.S):
+        for letter in range(X_ID):
+            if letter != native:
+                mutation = f"{LETTERS[native]}{row + 1}{LETTERS[letter]}"
+                rows.append([structure.name, mutation, f"{random.normal(1):.3f}"])
+                sequence = chain.S.copy()
+                sequence[row] = letter
+                sequences.append((row, "".join(LETTERS[k] for k in sequence)))
+    with open(path, "w", newline="") as file:
+        csv.writer(file).writerows([["pdb_file", "mutation", "ddg"], *rows])
+    entries = []
+    for _ in range(n):
+        one, other = random.choice(len(rows), 2, replace=False)
+        place, chosen = sequences[one]
+        other_place, rejected = sequences[other]
+        entries.append({"pdb_file": structure.name, "chain_id": "A", "preferred_seq": chosen,
+                        "unpreferred_seq": rejected,
+                        "mutable_positions": sorted({place, other_place})})
+    pairs.write_text(json.dumps(entries))
 
 
 # ---------------------------------------------------------------- command line
@@ -613,15 +721,8 @@ def read_options(argv):
     add("--repeats", type=int, default=5, help="turns; default 5")
     add("--steps", type=int, help="training steps of a turn; default: on a CPU 1, else "
         f"{STEPS_ON_DEVICE}")
-    add("--quick", action="store_true", help="dpo: the first case alone")
     add("--matmul", type=int, help="rows of the multiplied matrices; default: 8192, on a CPU 1024")
     add("--device", default="auto", choices=("auto", "cpu", "cuda", "xpu"))
-    add("--all", action="store_true", help="all that tells whether a card serves, in parts with a "
-        "time limit each")
-    add("--minutes", type=float, default=9.0, help="of --all; default 9")
-    add("--folder", type=Path, default=Path("bench-all"),
-        help="of --all, a new one, for its logs and runs; default bench-all")
-    add("--against", type=Path, metavar="CHECKOUT", help="another checkout of this project")
     options = parser.parse_intermixed_args(argv)
     options.what = [word for word in options.words if "=" not in word]
     options.overrides = [word for word in options.words if "=" in word]
@@ -648,11 +749,6 @@ def read_options(argv):
 def main(argv):
     try:
         options = read_options(argv)
-        if options.all:
-            sys.exit(speed_all.run(options))
-        if options.against:
-            against.compare(options)
-            return
     except ValueError as error:
         print(f"python -m bench speed: error: {error}", file=sys.stderr)
         sys.exit(BAD_INPUT)

@@ -1,1 +1,1 @@
-"""What training on preferences shares for both models: pairs, plan, Scorer, reference, metrics."""
+"""ProteinMPNN trained on preferences: pairs, tables of mutations, plan, reference, evaluation."""

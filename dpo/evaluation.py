@@ -1,166 +1,181 @@
-"""Evaluation of training on preference pairs: metrics, the best model, warnings.
+"""Evaluation of training on preferences: metrics, validation, the best model, warnings.
 
-What is the same for every kind of model, and for any number of ranks.
+Metrics are means over items: pairs, or with loss.unit table proteins, of which each has the mean
+over its drawn pairs. They and the loss have the same weights. All results are the same for any
+number of ranks.
 """
 import math
 import textwrap
 import time
 
 import torch
+from torch import Tensor
 
-from ddp_setup import save_checkpoint
-from dpo.folds import lines_on
-from training.loop import ADVICE, Diverged, eval_mode, record_score, unpack
+from ddp_setup import save_checkpoint, unwrap_ddp
+from dpo.pair_scores import compare_natives, whole_natives
+from dpo.plan import rows_on_ranks
+from dpo.reference import WITHOUT_REFERENCE
+from dpo.variant_scores import correlate_variants
+from mpnn.batches import to_device
+from mpnn.model import to_checkpoint
+from training.loop import ADVICE, Diverged, eval_mode, record_score
 from training.resume import before_saving
 
-# Metrics of a pair, in the order in which `pack` lays them side by side. rewards: beta x (ln p -
-# ln p of the reference), or beta x ln p for losses without a reference. Also the order of sums in
-# checkpoints.
-SUMS = ("loss", "preference_loss", "rewards/chosen", "rewards/rejected", "rewards/accuracies",
-        "logps/chosen", "logps/rejected", "entropy", "residues")
-# Metric -> (title, decimals) of a column of the table at the end; a kind may lack some.
+# Metrics of a pair, in the order in which pair_metrics lays them side by side. rewards: beta x
+# (ln p - ln p of the reference), or beta x ln p for losses without a reference. Also the order of
+# sums in checkpoints.
+METRICS = ("loss", "preference_loss", "rewards/chosen", "rewards/rejected", "rewards/accuracies",
+           "logps/chosen", "logps/rejected", "entropy", "residues")
+# Metric -> (title, decimals) of a column of the table at the end; a run may lack some.
 COLUMNS = {"val/loss": ("loss", 4), "val/rewards/accuracies": ("accuracy", 3),
            "val/rewards/margins": ("margin", 3), "val/recovery": ("recovery", 3),
-           "val/kl": ("KL", 4), "val/margin_noise": ("noise", 3),
-           "val/spearman": ("Spearman", 3)}
+           "val/kl": ("KL", 4), "val/spearman": ("Spearman", 3)}
 # Of training on tables. Measured: 0.2 where scores of other proteins have become better and designs
 # are as before; 0.8 where both are spoilt.
 MOST_DRIFT = 0.4            # nats per residue of native sequences
 MOST_NATIVES = 16           # proteins
-SEEN = ("pairs", "residues")   # counts of what a run has trained on so far
 
 
-def pack(metrics: dict) -> torch.Tensor:
-    """Metrics {name: (P,)} of pairs -> (P, len(SUMS)) float64, so that one sum over ranks will do.
-    `unpack_sums` gives the names back."""
-    return torch.stack([metrics[name].detach().double() for name in SUMS], 1)
+# ---------------------------------------------------------------- metrics
+def pair_metrics(  # noqa: PLR0913  (what is known of a pair)
+        loss: Tensor, preference: Tensor, scores: tuple[Tensor, Tensor],
+        base_scores: tuple[Tensor, Tensor], entropy: Tensor, n: Tensor, beta: float) -> Tensor:
+    """(Q, len(METRICS)) float64 metrics of Q pairs, side by side.
+
+    Args:
+        loss, preference: (Q,) or (), with and without added terms.
+        scores, base_scores: (Q,) of chosen and of rejected, under policy and reference, in nats.
+        entropy: (Q,) or (). n: (Q,) number of residues. beta: loss.beta.
+    """
+    chosen, rejected = scores
+    base_chosen, base_rejected = base_scores
+    chosen_reward = beta * (chosen - base_chosen)
+    rejected_reward = beta * (rejected - base_rejected)
+    columns = (loss, preference, chosen_reward, rejected_reward, chosen_reward > rejected_reward,
+               chosen, rejected, entropy, n)
+    return torch.stack([column.detach().double().expand(len(n)) for column in columns], 1)
 
 
-def unpack_sums(packed: torch.Tensor) -> dict:
-    """Sums over pairs of what `pack` made, (len(SUMS), ...) or longer -> {name: sum}."""
-    return dict(zip(SUMS, packed))
-
-
-def metrics_of(packed: torch.Tensor, pairs: float | torch.Tensor, prefix: str = "") -> dict:
-    """Means over pairs, by name.
-
-    packed: sums over pairs, as unpack_sums takes them. pairs: their number, or the sum of their
-    weights."""
-    sums = unpack_sums(packed)
+def mean_metrics(sums: Tensor, weight: float, prefix: str = "") -> dict:
+    """Means by name. sums: (len(METRICS),) or longer, of weight x metric. weight: its sum."""
+    sums = dict(zip(METRICS, sums.tolist()))
     del sums["residues"]
-    pairs = float(pairs) or math.nan
-    means = {name: float(x) / pairs for name, x in sums.items()}
+    weight = float(weight) or math.nan
+    means = {name: total / weight for name, total in sums.items()}
     means["rewards/margins"] = means["rewards/chosen"] - means["rewards/rejected"]
     return {prefix + name: value for name, value in means.items()}
 
 
-def evaluate_start(run, log, ddp):
-    """Evaluate the base weights at the start of a run. Returns metrics by name.
+# ---------------------------------------------------------------- validation
+@torch.no_grad()
+def validate(run, ddp) -> dict:
+    """Metrics of the validation items by name, in float32, by the same random numbers at each call.
+    A collective."""
+    config = run.config
+    model = unwrap_ddp(run.model)
+    items = run.validation.items
 
-    Without validation pairs it returns {}, and sets progress["start"], the log-probability from
-    which a fall is measured in training: with the base as reference and without dropout it is 0, as
-    rewards start there; else it is set later, to the mean of the first epoch."""
-    progress = run.progress
-    if progress["start"] is not None:
-        return {}
-    if run.validation is None:
-        if run.reference.is_start and not run.config.model.dropout:
-            progress["start"] = 0.0
-        return {}
-    values = validate(run, log, ddp)
-    log.metrics(0, values)
-    found = short_result(values)
-    if run.reference.is_start:
-        found = f"loss {values['val/loss']:.4f} (policy and reference are equal)"
-    if "val/recovery" in values:
-        found += f", recovery {values['val/recovery']:.3f}"
-    log.say(f"step 0: validation {found}")
-    keep_best(run, log, values, values["val/loss"], ddp)
+    def metrics_of(indices):
+        batch = to_device(run.validation.make_batch(indices), ddp.device)
+        _, metrics = run.loss_of(model, batch, run.base, config, ddp, torch.float32)
+        return metrics
+
+    weight = torch.tensor([item.weight for item in items], dtype=torch.float64)
+    with eval_mode(model):
+        rows = rows_on_ranks(items, len(METRICS), metrics_of, config.training.batch_size,
+                             "validation", ddp)
+        sums = (weight[:, None] * rows).sum(0)
+        values = mean_metrics(sums, weight.sum(), "val/")
+        if config.loss.unit == "table":
+            values |= correlate_variants(run.bare, run.base, items, config, ddp)
+        else:
+            named = dict(zip(METRICS, sums.tolist()))
+            values["val/logps/chosen_per_residue"] = named["logps/chosen"] / named["residues"]
+        values |= compare_natives(run.bare, run.base, native_items(items, config), config, ddp)
     return values
 
 
-def evaluate(run, log, values, epoch_began, ddp):
-    """Validate, add metrics to `values`, keep the best model. epoch_began: a perf_counter time."""
+def native_items(items, config):
+    """The pairs whose native sequences tell how far a model has moved."""
+    if config.loss.unit == "table":
+        return whole_natives([item.complex for item in items])
+    return items
+
+
+def evaluate_start(run, log, ddp) -> None:
+    """Evaluate the base weights at the start of a run, as what training has to improve.
+
+    Without validation it sets progress["start"], the log-probability from which a fall is measured
+    in training: with the base as reference and without dropout it is 0, as rewards start there;
+    else it is set later, to the mean of the first epoch."""
+    progress = run.progress
+    if run.validation is None:
+        if starts_equal(run.config) and not run.config.model.dropout:
+            progress["start"] = 0.0
+        return
+    if progress["before"] is not None:      # a resumed run knows it
+        return
+    values = validate(run, ddp)
+    progress["before"] = {name: value for name, value in values.items()
+                          if name.startswith("val/")}
+    log.metrics(0, values)
+    text = short_result(values)
+    if starts_equal(run.config):
+        text = f"loss {values['val/loss']:.4f} (policy and reference are equal)"
+        if "val/spearman" in values:
+            text += f", Spearman {values['val/spearman']:.3f}"
+    log.say(f"step 0: validation {text}, recovery {values['val/recovery']:.3f}")
+    warn_of_fall(run, log, values.get("val/logps/chosen_per_residue"))
+    keep_best(run, log, values, ddp)
+
+
+def starts_equal(config) -> bool:
+    """Whether the reference is what the policy starts from."""
+    loss = config.loss
+    return loss.name not in WITHOUT_REFERENCE and loss.reference == "base"
+
+
+def evaluate(run, log, values, ddp) -> None:
+    """Validate, add metrics to `values`, keep the best model, warn. At the end of an epoch, or of
+    the run, say how the epoch was."""
     step = run.progress["step"]
     per_epoch = run.steps_per_epoch
     is_whole_epoch = step % per_epoch == 0
     at_end = is_whole_epoch or step == run.n_iters
-    epoch = unpack(run.sums)
-    trained = metrics_of(epoch.sums, epoch.count)
+    weight = float(run.epoch_sums[-1])
+    trained = mean_metrics(run.epoch_sums, weight)
     text = f"train {short_result(trained, '')}"
     if run.validation is not None:
-        found = validate(run, log, ddp)
-        values.update(found)
-        text += f", validation {short_result(found)}"
+        validated = validate(run, ddp)
+        values.update(validated)
+        text += f", validation {short_result(validated)}"
         if not at_end:
-            log.say(f"step {step:,}: validation {short_result(found)}")
-    elif float(epoch.count) and at_end and not run.reference.scorer.is_relative:
-        sums = unpack_sums(epoch.sums.tolist())
-        warn_of_fall(run, log, sums["rewards/chosen"] / sums["residues"] / run.config.loss.beta)
+            log.say(f"step {step:,}: validation {short_result(validated)}")
+        warn_of_fall(run, log, validated.get("val/logps/chosen_per_residue"))
+    elif weight and at_end and run.config.loss.unit == "pair":
+        named = dict(zip(METRICS, run.epoch_sums.tolist()))
+        warn_of_fall(run, log,
+                     named["rewards/chosen"] / named["residues"] / run.config.loss.beta)
     if step == run.n_iters:
-        warn_of_drift(run, log)
+        warn_of_drift(run, log, ddp)
     if at_end:
+        seconds = time.perf_counter() - run.epoch_began
         log.say(f"epoch {-(-step // per_epoch)}/{-(-run.n_iters // per_epoch)}: {text}, "
-                f"{time.perf_counter() - epoch_began:.0f} s")
+                f"{seconds:.0f} s")
     if is_whole_epoch:
         values["epoch/loss"] = trained["loss"]
         values["epoch/rewards/accuracies"] = trained["rewards/accuracies"]
     if run.validation is not None:
-        keep_best(run, log, values, values["val/loss"], ddp)
-    else:
-        keep_best_of_training(run, log, values, ddp)
+        keep_best(run, log, values, ddp)
 
 
-def keep_best_of_training(run, log, values, ddp):
-    """Without validation, the training loss of whole epochs decides which model is best. The loss
-    of a part of an epoch, which may be a single batch, counts only until an epoch is complete."""
-    progress = run.progress
-    step = progress["step"]
-    is_whole_epoch = step % run.steps_per_epoch == 0
-    is_last = step == run.n_iters
-    if is_whole_epoch and progress["best"] and progress["best"]["step"] % run.steps_per_epoch:
-        progress["best"] = None     # the loss of a part
-    has_none = is_last and not progress["best"]
-    epoch = unpack(run.sums)
-    if float(epoch.count) and (is_whole_epoch or has_none):
-        loss = metrics_of(epoch.sums, epoch.count)["loss"]
-        keep_best(run, log, values, loss, ddp)
-    elif has_none:
-        raise Diverged(f"step {step}: all steps had a nan or infinite loss or gradient; "
-                       f"expected finite numbers. {ADVICE}")
-
-
-def validate(run, log, ddp):
-    """Metrics of the validation pairs and of designs for their structures. May print warnings."""
-    values = run.validation(run.bare)
-    if not run.reference.scorer.is_relative:
-        warn_of_fall(run, log, values["val/logps/chosen_per_residue"])
-    if run.validation.designs is not None:
-        step = run.progress["step"]
-        values.update(run.validation.designs(run.bare, step, run.work_dir, ddp))
-        warn_of_collapse(run, log, values)
-    return values
-
-
-def warn_of_collapse(run, log, values):
-    """Warn, once per run, if designs have lost diversity. values: metrics of Designs."""
-    progress = run.progress
-    has_diversity = run.reference.scorer.base.is_trained    # of random weights none is worth it
-    if progress["collapsed"] or not has_diversity:
-        return
-    sign = run.validation.designs.sign_of_collapse(values)
-    if sign:
-        progress["collapsed"] = True
-        path = run.work_dir / "designs" / f"step_{progress['step']}.fasta"
-        say_attention(log, f"{sign} Look at {path}. If the pairs do not ask for this: raise "
-                           "loss.beta, lower optim.lr, set loss.sft (such as 1) or "
-                           "loss.diversity_lambda, or stop earlier.")
-
-
-def warn_of_fall(run, log, now):
+# ---------------------------------------------------------------- warnings
+def warn_of_fall(run, log, now) -> None:
     """Warn, once per run, if chosen sequences become less likely. now: their mean log-probability
-    per residue."""
+    per residue; None of tables, where nothing is said of whole sequences."""
     progress = run.progress
+    if now is None:
+        return
     if progress["start"] is None:
         progress["start"] = now
     fall = progress["start"] - now
@@ -172,13 +187,15 @@ def warn_of_fall(run, log, now):
                            "1), raise loss.beta, lower optim.lr, or stop earlier.")
 
 
-@torch.no_grad()
-def warn_of_drift(run, log):
-    """Warn if a training on tables has moved the weights far. A collective."""
-    scorer = run.reference.scorer
+def warn_of_drift(run, log, ddp) -> None:
+    """Warn if a training on tables has moved trained weights far from the base. A collective."""
+    config = run.config
+    if config.loss.unit != "table" or config.model.base_model_name == "random":
+        return
+    natives = whole_natives([item.complex for item in run.train_set.items[:MOST_NATIVES]])
     with eval_mode(run.bare):
-        drift = scorer.drift(run.bare, run.pairs[:MOST_NATIVES])
-    if drift is not None and drift > MOST_DRIFT and scorer.base.is_trained:
+        drift = compare_natives(run.bare, run.base, natives, config, ddp)["val/kl"]
+    if drift > MOST_DRIFT:
         say_attention(log, "the weights have moved far from the base: native sequences of training "
                            f"proteins by {drift:.2f} nats per residue (KL divergence; expected up "
                            f"to {MOST_DRIFT:g}). Scores of other proteins and designs may be "
@@ -189,8 +206,10 @@ def say_attention(log, text):
     log.say(textwrap.fill(f"ATTENTION: {text}", 80, subsequent_indent="    "))
 
 
-def keep_best(run, log, values, score, ddp):
-    """Write best_model.pt if this is the best evaluation so far. score: lower is better."""
+# ---------------------------------------------------------------- models, texts
+def keep_best(run, log, values, ddp) -> None:
+    """Write best_model.pt if this is the best evaluation so far."""
+    score = values["val/loss"]
     if not math.isfinite(score):
         raise Diverged(f"step {run.progress['step']}: the loss is {score}; expected a finite "
                        f"number. {ADVICE}")
@@ -198,11 +217,11 @@ def keep_best(run, log, values, score, ddp):
         save_model(run, log, ddp, "best_model.pt")
 
 
-def save_model(run, log, ddp, name):
+def save_model(run, log, ddp, name) -> None:
     """Write the weights of the policy to a file in the run folder, as other tools read them."""
     before_saving(run, log)
     step = run.progress["step"]
-    content = run.reference.scorer.file_content(run.bare, step // run.steps_per_epoch, step)
+    content = to_checkpoint(run.bare, epoch=step // run.steps_per_epoch, step=step)
     save_checkpoint(run.work_dir / name, ddp, **content)
 
 
@@ -213,31 +232,31 @@ def short_result(values, prefix="val/"):
     return text
 
 
-def result_lines(result, progress, folder):
+def result_lines(result, progress, folder) -> list[str]:
     """Lines printed at the end of a run: a table of validation metrics, warnings, paths."""
-    best = progress["best"]
+    best = progress["best"]     # None without validation
     lines = []
-    if progress["folds"] is not None:
-        lines += lines_on(progress["folds"])
-    columns = {key: column for key, column in COLUMNS.items() if key in result}
     if "val/loss" in result:
+        columns = {name: column for name, column in COLUMNS.items() if name in result}
         lines.append("  validation" + "".join(f" {title:>10}" for title, _ in columns.values()))
-        for name, row in (("best", best), ("latest", result)):
-            line = f"  {name:<10}"
-            for key, (_, decimals) in columns.items():
-                number = f"{row[key]:.{decimals}f}"
-                if not abs(row[key]) < 1e5:
-                    number = f"{row[key]:.2e}"
-                line += f" {number:>10}"
-            lines.append(line)
-    if best["step"] == 0:
-        lines.append("  ATTENTION: no evaluation was better than the base weights: "
-                     "best_model.pt holds these")
-    if "val/design_diversity" in result:
-        lines.append(f"  designs   {folder / 'designs'}/step_{result['step']}.fasta")
-    if progress["collapsed"]:
-        lines.append("  ATTENTION: designs have lost variety: look at them before you use weights")
-    lines.append(f"  weights   {folder / 'best_model.pt'} (step {best['step']:,}) and "
-                 "latest_model.pt")
-    lines.append(f"  metrics   {folder / 'metrics.jsonl'}")
-    return lines
+        for name, row in (("before", progress["before"]), ("best", best), ("latest", result)):
+            numbers = [number_text(row[metric], decimals)
+                       for metric, (_, decimals) in columns.items()]
+            lines.append(f"  {name:<10}" + "".join(f" {number:>10}" for number in numbers))
+    latest = folder / "latest_model.pt"
+    if best is None:
+        lines.append(f"  weights   {latest}")
+    else:
+        if best["step"] == 0:
+            lines.append("  ATTENTION: no evaluation was better than the base weights: "
+                         "best_model.pt holds these")
+        lines.append(f"  weights   {folder / 'best_model.pt'} (step {best['step']:,}) and "
+                     f"{latest.name}")
+    return [*lines, f"  metrics   {folder / 'metrics.jsonl'}"]
+
+
+def number_text(number, decimals):
+    """A number with so many decimals, or if it is very large with a power of ten."""
+    if abs(number) < 1e5:
+        return f"{number:.{decimals}f}"
+    return f"{number:.2e}"

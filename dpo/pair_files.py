@@ -1,18 +1,15 @@
 """Files of preference pairs: JSON lists, or one object per line in a .jsonl file.
 
-    pairs = read_items("pairs.json", reader.read, mend="the file")
+    pairs = read_items("pairs.json", reader.read, "the file")
 
 Finds all that is wrong in a file, and says it once. Writes nothing.
 """
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-
-from proteins.seeds import FOR_SPLIT, content_hash, random_words
-from proteins.tables import parse_json, quote
+from proteins.csv_files import parse_json, quote
 from training.problems import refuse
 
 MOST_PAIRS_LISTED = 20      # at most so many problems of a file, or contradictions, are listed
@@ -22,73 +19,56 @@ EXPECTED_JSON = ("a list of objects; if it has one object per line, name it .jso
                  "mutations give loss.unit=table; of scored designs pairs_from_scores.py makes one")
 
 
-class PairsOfRun(NamedTuple):
-    """The pairs of a run."""
-    train: list                 # of pairs
-    val: list | None
-    fingerprint: dict           # {"n", "hash"}, compared when a run is resumed
-    description: list           # lines to print
-
-
-def pairs_of_run(train: list, val: list | None, content: Any, description: list) -> PairsOfRun:
-    """PairsOfRun with the hash of `content`, which is all of the pairs that decides a run."""
-    fingerprint = {"n": len(train), "hash": content_hash(content)}
-    return PairsOfRun(train, val, fingerprint, description)
-
-
 def read_both(data: Any, read: Callable) -> tuple[list | None, list | None]:
     """What `read` makes of data.train_data and data.val_data; None of one that is not given.
 
     Raises: ValueError that lists the problems of both files."""
-    found = []
+    contents = []
     problems = []
     for path in (data.train_data, data.val_data):
-        pairs = None
+        content = None
         try:
             if path is not None:
-                pairs = read(path)
+                content = read(path)
         except (ValueError, OSError) as error:
             problems.append(str(error))
-        found.append(pairs)
+        contents.append(content)
     if problems:
         raise ValueError("\n".join(problems))
-    train, val = found
+    train, val = contents
     return train, val
 
 
-def read_items(path: Path, read: Callable, mend: str, alive: Callable = lambda: None) -> list:
+def read_items(path: Path, read: Callable, what_to_mend: str,
+               alive: Callable = lambda: None) -> list:
     """What `read` makes of each item of a file.
 
     Args:
-        read:  function of an item, which raises ValueError or OSError with its first problem.
-        mend:  what to mend, for the message.
-        alive: called before each item, to show a watchdog that reading continues.
+        read:         function of an item, which raises ValueError or OSError with its first
+            problem.
+        what_to_mend: text for the message.
+        alive:        called before each item, to show a watchdog that reading continues.
     Raises: one ValueError with the first problem of each bad item, counted from 0;
         OSError for a file that cannot be opened.
     """
-    return read_list(path, read_entries(path), read, mend, alive)
-
-
-def read_list(path: Path, entries: list, read: Callable, mend: str,
-              alive: Callable = lambda: None) -> list:
-    """What `read` makes of each entry of a file at `path`; see read_items."""
-    found = []
-    items_of = {}               # problem -> items that have it
-    for item, entry in enumerate(entries):
+    entries = read_entries(path)
+    items = []
+    numbers_with = {}               # problem -> numbers of the entries that have it
+    for number, entry in enumerate(entries):
         alive()
         try:
-            found.append(read(entry))
+            items.append(read(entry))
         except (ValueError, OSError) as error:
-            items_of.setdefault(str(error), []).append(item)
+            numbers_with.setdefault(str(error), []).append(number)
     problems = []
-    for problem, items in items_of.items():     # one message for all items with the same problem
+    for problem, numbers in numbers_with.items():   # one message for all with the same problem
         others = ""
-        if len(items) > 1:
-            others = f" (and {len(items) - 1:,} more up to item {items[-1]})"
-        problems.append(f"item {items[0]}: {problem}{others}")
-    refuse(problems, f"{path}: found problems in {len(entries) - len(found):,} of "
-           f"{len(entries):,} pairs; expected none. Mend {mend}:", MOST_PAIRS_LISTED)
-    return found
+        if len(numbers) > 1:
+            others = f" (and {len(numbers) - 1:,} more up to item {numbers[-1]})"
+        problems.append(f"item {numbers[0]}: {problem}{others}")
+    refuse(problems, f"{path}: found problems in {len(entries) - len(items):,} of "
+           f"{len(entries):,} pairs; expected none. Mend {what_to_mend}:", MOST_PAIRS_LISTED)
+    return items
 
 
 def read_entries(path: Path) -> list:
@@ -116,39 +96,3 @@ def read_weight(entry: dict) -> float:
         raise ValueError(f"weight is {quote(weight)}; expected a number above 0, from "
                          f"{LEAST_WEIGHT:g} to {MOST_WEIGHT:g}")
     return float(weight)
-
-
-def join_groups(sets: list[set]) -> list:
-    """For each set of texts, the least text of its group: sets that share a text, directly or
-    through others, are of one group. It does not depend on their order."""
-    def root(text):
-        while parent[text] != text:
-            parent[text] = parent[parent[text]]     # shortens the path for the next search
-            text = parent[text]
-        return text
-
-    linked = [sorted(texts) for texts in sets]
-    parent = {text: text for texts in linked for text in texts}     # a tree of texts is a group
-    for texts in linked:
-        for text in texts:
-            low, high = sorted((root(texts[0]), root(text)))
-            parent[high] = low
-    return [root(texts[0]) for texts in linked]
-
-
-def hold_out_groups(groups: np.ndarray, val_fraction: float, seed: int) -> np.ndarray:
-    """(n,) bool: which pairs are held out, whole groups drawn at random, about val_fraction of all;
-    the smallest group at least. Only the seed and the groups decide.
-
-    groups: (n,) int64, two different ones at least."""
-    keys, counts = np.unique(groups, return_counts=True)
-    draws = [random_words(1, [FOR_SPLIT, seed, key])[0] for key in keys.tolist()]
-    order = np.argsort(draws, kind="stable").tolist()
-    held_out = []
-    room = max(1, val_fraction * len(groups))
-    for group in order:
-        if counts[group] <= room:
-            held_out.append(group)
-            room -= counts[group]
-    held_out = held_out or [min(order, key=lambda group: counts[group])]
-    return np.isin(groups, keys[held_out])

@@ -1,124 +1,151 @@
-"""The reference of DPO: scores of pairs under the base weights, computed or from a table in a file.
+"""What the policy is measured against: the base weights, frozen, and what depends on them alone.
 
-    reference = Reference(scorer)
-    base = reference(batch)                             # Likelihoods; of a prepared batch
-    make_tables(run, ddp)                               # what stays the same is scored once
+    base = FrozenBase(load_base(config), items, device)
+    graph = base.graph(batch["complex_keys"])           # the network's input, kept on the device
+    encoding = base.encoding(batch["complex_keys"])     # by the base weights, kept there too
+    scores = kept_scores(path, shape, compute, ddp)     # of pairs, kept in a file
 """
+import copy
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from ddp_setup import Ddp, broadcast, load_checkpoint, save_checkpoint
-from dpo.scorer import Likelihoods, Scorer
-from proteins.seeds import content_hash
-from training.plan import print_lines
+from mpnn.base import Base
+from mpnn.batches import collate_complexes
+from mpnn.model import ALPHABET, Encoding, Graph
+from mpnn.variants import log_probs_alone, score_alone
 
-WITHOUT_REFERENCE = ("reference_free", "simpo")   # losses that need no reference
-
-
-class Reference:
-    """What the policy is measured against, for one list of pairs.
-
-    is_needed: whether the loss has a reference; else all scores are 0. is_start: whether it is what
-    the policy starts from. table: (n, *Scorer.shape) of all pairs, or None: each batch is computed.
-    """
-
-    def __init__(self, scorer: Scorer):
-        self.scorer = scorer
-        self.is_needed = scorer.config.loss.name not in WITHOUT_REFERENCE
-        self.is_start = self.is_needed and scorer.starts_at_base
-        self.table = None
-
-    @torch.no_grad()
-    def __call__(self, batch: dict) -> Likelihoods:
-        """Likelihoods under the base, in float32 also if the policy uses bfloat16."""
-        scorer = self.scorer
-        if not self.is_needed:
-            shape = scorer.shape or (2,)
-            return Likelihoods(batch["n_scored"].new_zeros(len(batch["n_scored"]), *shape))
-        if self.table is not None:
-            return Likelihoods(self.table[batch["pair_numbers"]])
-        if scorer.shape is not None and not scorer.starts_at_base:
-            raise RuntimeError("this reference has its scores in a table, and there is none; "
-                               "expected fill_table first (see make_tables)")
-        return scorer.likelihoods(scorer.run_base(batch), batch)
-
-    def fill_table(self, pairs: list, base_hash: str, folder: Path, what: str) -> str:
-        """Score all pairs, or read the scores from a file in `folder`, whose name is a hash of all
-        that decides them. A collective.
-
-        base_hash: of the base's weights and settings. what: which pairs, for the progress bar.
-        Returns: text that says where the scores come from."""
-        path = Path(folder) / self.file_name(pairs, base_hash)
-        self.table, source = kept_scores(path, (len(pairs), *self.scorer.shape),
-                                         lambda: self.compute(pairs, what), self.scorer.ddp)
-        return source
-
-    def file_name(self, pairs, base_hash):
-        """Name of the file that keeps the table of these pairs."""
-        version, *settings = self.scorer.table_settings()
-        content = (version, base_hash, *settings, self.scorer.ddp.device.type,
-                   torch.__version__,   # other versions round differently: no log 2 at step 0
-                   [pair.key for pair in pairs])
-        return content_hash(content, n_bytes=12) + ".pt"
-
-    @torch.no_grad()
-    def compute(self, pairs: list, what: str = "pairs") -> torch.Tensor:
-        """The table of these pairs, float32, on the CPU. A collective."""
-        scorer = self.scorer
-        return scorer.rows_of(pairs, scorer.shape,
-                              lambda indices: scorer.base_parts(pairs, indices),
-                              f"reference, {what}").float()
+WITHOUT_REFERENCE = ("reference_free", "simpo")     # losses that need no reference
+GRAPH_INPUT = ("X", "mask", "residue_idx", "chain_id")      # arguments of ProteinMPNN.graph
+# Bytes on the device for graphs of complexes and their encodings by the base: 9 MiB for a complex
+# of 300 residues and weights of the published size, so about 230 of these.
+MOST_KEPT = 2 * 2**30
 
 
-def make_tables(run, ddp: Ddp) -> None:
-    """Score by the reference, or read from the run folder, what is the same in all epochs."""
-    folder = run.work_dir / "reference"
-    if run.reference.scorer.shape is None:
-        return
-    tables = []
-    if run.reference.scorer.is_fixed:
-        tables.append((run.reference, run.pairs, "training pairs"))
-    if run.validation is not None:
-        tables.append((run.validation.reference, run.validation.pairs, "validation pairs"))
-    for reference, pairs, what in tables:
-        if reference.is_needed:
-            source = reference.fill_table(pairs, run.base, folder, what)
-            print_lines(ddp, [f"reference, {what}: {source}"])
+class FrozenBase:
+    """The base weights. The graph of each complex, which is the network's input, and its encoding
+    by these weights are kept on the device.
+
+    model: in eval mode, on the device. hash: of its weights. text: which weights, for the user.
+    items: all pairs or VariantSets that a run scores, by key. complexes: theirs, by key."""
+
+    def __init__(self, base: Base, items: list, device: torch.device):
+        """base: its model is copied."""
+        self.model = copy.deepcopy(base.model).eval().to(device)
+        self.hash = base.hash
+        self.text = base.text
+        self.items = {item.key: item for item in items}
+        self.complexes = {item.complex.key: item.complex for item in items}
+        self.device = device
+        self.kept = KeptOnDevice(MOST_KEPT)
+
+    def graph(self, complex_keys: list[int]) -> Graph:
+        """The network's input for complexes, on the device."""
+        return stack([self.kept.get(("graph", one), lambda: self.make_graph(one))
+                      for one in complex_keys])
+
+    def encoding(self, complex_keys: list[int]) -> Encoding:
+        """The encoding of complexes by the base weights."""
+        return stack([self.kept.get(("encoding", one),
+                                    lambda: self.model.encode(self.graph([one])))
+                      for one in complex_keys])
+
+    def log_probs_alone(self, complex_key: int) -> Tensor:
+        """(L, 21) log-probabilities of the residues of a complex, each alone, on the CPU."""
+        log_probs, = self.kept.get(("alone", complex_key),
+                                   lambda: (self.make_log_probs_alone(complex_key),))
+        return log_probs
+
+    def scores_alone(self, set_key: int) -> Tensor:
+        """(N + 1,) float32 scores of the variants of a VariantSet, of their mutated residues alone,
+        on the device; the last, of the wild type, is 0."""
+        scores, = self.kept.get(("variants alone", set_key),
+                                lambda: (self.make_scores_alone(set_key),))
+        return scores
+
+    def make_scores_alone(self, set_key):
+        variant_set = self.items[set_key]
+        scores = score_alone(self.model, variant_set.complex, variant_set.variants)
+        return torch.from_numpy(np.append(scores, 0.0)).float().to(self.device)
+
+    def make_graph(self, complex_key):
+        tensors = collate_complexes([self.complexes[complex_key]], GRAPH_INPUT)
+        return self.model.graph(**tensors).to(self.device)
+
+    def make_log_probs_alone(self, complex_key):
+        structure = self.complexes[complex_key]
+        log_probs = torch.zeros(len(structure), len(ALPHABET))
+        rows = np.flatnonzero(structure.mask).tolist()
+        log_probs[rows] = log_probs_alone(self.model, structure, rows).float().cpu()
+        return log_probs
 
 
-# ---------------------------------------------------------------- files
-def kept_scores(path: Path, shape: tuple, compute: Callable,
-                ddp: Ddp) -> tuple[torch.Tensor, str]:
+# ---------------------------------------------------------------- kept on the device
+class KeptOnDevice:
+    """Tuples of tensors by name. Beyond `most` bytes the least recently used ones are dropped."""
+
+    def __init__(self, most: int):
+        self.room = most        # bytes left
+        self.tuples = {}        # least recently used first
+
+    def get(self, name: tuple, make: Callable) -> tuple:
+        """The tuple of this name: what make() gave."""
+        tensors = self.tuples.pop(name, None)
+        if tensors is None:
+            tensors = make()
+            self.room -= sum(x.nbytes for x in tensors)
+        self.tuples[name] = tensors
+        while self.room < 0 and len(self.tuples) > 1:
+            least_recent = next(iter(self.tuples))
+            self.room += sum(x.nbytes for x in self.tuples.pop(least_recent))
+        return tensors
+
+
+def stack(parts: list) -> Graph | Encoding:
+    """Join Graphs (or Encodings) of one structure each into one, padded with masked rows."""
+    if len(parts) == 1:
+        return parts[0]
+    L = max(part.E_idx.shape[1] for part in parts)
+    K = max(part.E_idx.shape[2] for part in parts)
+    stacked = {}
+    for name in parts[0]._fields:
+        values = [getattr(part, name) for part in parts]
+        if name in ("mask", "h_V"):                             # each (1, L, ...)
+            whole = values[0].new_zeros(len(parts), L, *values[0].shape[2:])
+            for row, value in zip(whole, values):
+                row[:value.shape[1]] = value[0]
+        else:                                                   # each (1, L, K, ...)
+            whole = values[0].new_zeros(len(parts), L, K, *values[0].shape[3:])
+            for row, value in zip(whole, values):
+                row[:value.shape[1], :value.shape[2]] = value[0]
+        stacked[name] = whole
+    return type(parts[0])(**stacked)
+
+
+# ---------------------------------------------------------------- kept in a file
+def kept_scores(path: Path, shape: tuple, compute: Callable, ddp: Ddp) -> tuple[Tensor, str]:
     """Scores from a file, or else computed and written there. A collective.
 
     Args:
         path:    its name should be a hash of all inputs.
         compute: function () -> scores of this shape, float32, equal on all ranks.
-    Returns: (scores on the device, text that says where they come from).
+    Returns: (scores on the CPU, text that says where they come from).
     """
     scores = None
     trouble = ""
     if ddp.is_main and path.exists():
         try:
-            scores = read_scores(path, shape)
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as e:
-            trouble = f"; {path} could not be used ({str(e).splitlines()[0]})"
+            scores = load_checkpoint(str(path))["scores"]
+        except ValueError as error:
+            trouble = f"; {path} could not be used ({str(error).splitlines()[0]})"
     if broadcast(scores is not None, ddp):
         if scores is None:
             scores = torch.zeros(shape)
-        return broadcast(scores, ddp).to(ddp.device), f"read from {path}"
+        return broadcast(scores, ddp).cpu(), f"read from {path}"
     scores = compute()
     save_checkpoint(path, ddp, scores=scores)
-    return scores.to(ddp.device), f"computed, kept in {path}{trouble}"
-
-
-def read_scores(path, shape):
-    """Finite float32 scores of this shape from a file. Raises ValueError, KeyError, TypeError,
-    IndexError or AttributeError."""
-    scores = load_checkpoint(str(path))["scores"]
-    is_right = scores.dtype == torch.float32 and scores.shape == shape
-    if not is_right or not scores.isfinite().all():
-        raise ValueError(f"scores are not {shape} finite {torch.float32}")
-    return scores
+    return scores, f"computed, kept in {path}{trouble}"

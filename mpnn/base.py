@@ -1,21 +1,27 @@
-"""The weights that ProteinMPNN's training on preferences starts from.
+"""The weights that training of ProteinMPNN starts from.
 
-    base = load_base(config)                # a dpo.scorer.Base
+    base = load_base(config)                # base.model, on the CPU
 """
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from dpo.scorer import Base
-from mpnn.model import random_proteinmpnn
-from mpnn.published import EXAMPLES, INSTALL, in_folder, in_package, is_published
-from mpnn.weights import WHERE_PUBLISHED, load_proteinmpnn
+from mpnn.model import ProteinMPNN, random_proteinmpnn
+from mpnn.weights import (EXAMPLES, INSTALL, WHERE_PUBLISHED, in_folder, in_package, is_published,
+                          load_proteinmpnn)
 from training.fast_linear import fast_linear
+from training.resume import hash_of
+
+
+class Base(NamedTuple):
+    """The base weights of a run, from which the policy starts."""
+    model: ProteinMPNN
+    text: str                   # which weights, for the user
+    hash: str                   # of the weights
 
 
 def load_base(config: Any) -> Base:
     """The base weights that a config names. Raises: ValueError."""
-    is_trained = config.model.base_model_name != "random"
-    if is_trained:
+    if config.model.base_model_name != "random":
         path, note = path_of_base(config.model)
         model = load_proteinmpnn(str(path), config.model.dropout, fast_linear)
         text = f"{path}{note}, trained with {model.noise_level:g} Angstrom of noise"
@@ -24,7 +30,7 @@ def load_base(config: Any) -> Base:
         model = random_proteinmpnn(seed, **vars(config.model.random), dropout=config.model.dropout,
                                    product=fast_linear)
         text = f"RANDOM weights from seed {seed}: for demonstrations and tests only"
-    return Base(model, text, is_trained=is_trained)
+    return Base(model, text, hash_of(model.state_dict()))
 
 
 def path_of_base(section):

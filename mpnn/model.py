@@ -173,6 +173,19 @@ class ProteinMPNN(nn.Module):
             h_V, h_E = run(layer, h_V, h_E, graph)
         return Encoding(h_V, h_E, graph.E_idx, graph.mask, graph.present)
 
+    # The decoder's pass stands at four places, as each question needs another part of it:
+    #
+    #   run_decoder       all residues of all sequences: log-probabilities, and the state that a
+    #                     draw begins with
+    #   decode_designed   sequences with the same context, which is passed once: preference pairs
+    #   step              the residues whose turn it is, one after the other: drawing letters
+    #   OneOrder          in mpnn/variants.py: each residue of a sequence decoded last, of which
+    #                     only what changes is computed anew: scores of mutations
+    #
+    # The first alone could do what the others do, with far more work. All are made of the same
+    # DecoderLayer, so a change of the layer's mathematics is made once. A change of what a residue
+    # sees is made at all four; tests compare the other three with the first.
+
     def decode(self, encoding: Encoding, S: Tensor, decoding_order: Tensor,
                structure: Tensor | None = None, shared: SharedContext | None = None) -> Tensor:
         """Log-probabilities of each residue's letter, given the backbone and the letters before it.
@@ -191,7 +204,7 @@ class ProteinMPNN(nn.Module):
         structure = check_sequences(encoding, S, decoding_order, structure)
         if shared is not None:
             return self.decode_designed(encoding, S, decoding_order, structure, shared)
-        E_idx = of_structures(encoding.E_idx, structure)
+        E_idx = rows_of_structures(encoding.E_idx, structure)
         visible = decoded_before(step_of_residue(decoding_order), E_idx)
         h_V, _ = self.run_decoder(encoding, self.W_s(S), visible, structure)
         return self.log_probs(h_V)
@@ -220,9 +233,9 @@ class ProteinMPNN(nn.Module):
                             mask[residue])
             h_V = h_V.index_copy(0, needed, updated.to(h_V.dtype))
         n_designed = len(nodes.needed[-1])
-        found = self.log_probs(h_V[-n_designed:])
-        log_probs = found.new_zeros(*S.shape, len(ALPHABET))
-        log_probs[shared.designed] = found
+        designed_log_probs = self.log_probs(h_V[-n_designed:])
+        log_probs = designed_log_probs.new_zeros(*S.shape, len(ALPHABET))
+        log_probs[shared.designed] = designed_log_probs
         return log_probs
 
     def unconditional(self, encoding: Encoding) -> Tensor:
@@ -244,10 +257,10 @@ class ProteinMPNN(nn.Module):
             residue's term as a neighbour in the first linear layer: in rows 0 .. L-1 as decoded,
             in rows L .. 2L-1 as not yet decoded.
         """
-        h_encoder = of_structures(encoding.h_V, structure)
-        E_idx = of_structures(encoding.E_idx, structure)
-        mask = of_structures(encoding.mask, structure)
-        present = of_structures(encoding.present, structure)
+        h_encoder = rows_of_structures(encoding.h_V, structure)
+        E_idx = rows_of_structures(encoding.E_idx, structure)
+        mask = rows_of_structures(encoding.mask, structure)
+        present = rows_of_structures(encoding.present, structure)
         index = torch.where(visible, E_idx, E_idx + E_idx.shape[1])
         h_V = h_encoder
         layers = []
@@ -255,13 +268,13 @@ class ProteinMPNN(nn.Module):
             table = torch.cat([layer.decoded(h_V, h_S), layer.undecoded(h_encoder)], dim=1)
             edges = layer.edges(encoding.h_E)                                       # (B, L, K, H)
             layers.append((layer, table, edges))
-            h_V = layer(h_V, of_structures(edges, structure), gather_rows(table, index), present,
-                        mask)
+            h_V = layer(h_V, rows_of_structures(edges, structure), gather_rows(table, index),
+                        present, mask)
         return h_V, layers
 
     def undecoded_layers(self, encoding, structure):
         """The layers of run_decoder before any residue is decoded: rows 0 .. L-1 are still 0."""
-        h_encoder = of_structures(encoding.h_V, structure)
+        h_encoder = rows_of_structures(encoding.h_V, structure)
         layers = []
         for layer in self.decoder_layers:
             undecoded = layer.undecoded(h_encoder)
@@ -274,11 +287,11 @@ class ProteinMPNN(nn.Module):
         return torch.log_softmax(at_least_float32(self.W_out(h_V)), dim=-1)
 
     @torch.no_grad()
-    def sample(  # noqa: PLR0913  (what a draw depends on; the last five are for special cases)
+    def sample(  # noqa: PLR0913  (what a draw depends on; the last four are for special cases)
             self, encoding: Encoding, S: Tensor, chain_M: Tensor, decoding_order: Tensor,
             temperature: float = 0.1, bias: float | Tensor = 0.0, *, tied: Iterable = (),
-            pssm: Pssm | None = None, noise: Tensor | None = None,
-            structure: Tensor | None = None) -> tuple[Tensor, Tensor]:
+            noise: Tensor | None = None, structure: Tensor | None = None
+            ) -> tuple[Tensor, Tensor]:
         """Draw letters where chain_M is 1 and the residue is resolved; others keep those of S.
 
         X is never drawn. Call model.eval() first, or dropout is active.
@@ -289,14 +302,13 @@ class ProteinMPNN(nn.Module):
             temperature: divides logits + bias; 0 takes the most likely letter.
             bias:        broadcasts to (M, L, 21), in nats; -inf = never this letter here.
             tied:        lists of positions, from 0. All of a list get the same letter, drawn from
-                         the mean of their logits, bias and PSSM. They are decoded in one step, that
-                         of the earliest, and do not see one another. Unresolved ones are left out.
-            pssm:        Pssm of the L positions; see `letter_log_probs`.
+                         the mean of their logits and bias. They are decoded in one step, that of
+                         the earliest, and do not see one another. Unresolved ones are left out.
             noise:       (M, L, 21) from `gumbel_noise`, which decides the letters drawn; default:
                          from torch's CPU generator, so that all devices draw the same.
         Returns: S (M, L), and (M, L, 21) probabilities that its letters were drawn from, 0 where
             none was. They equal those of `decode` with the same order if temperature is 1 and there
-            are no ties, bias or pssm.
+            are no ties or bias.
         Raises: ValueError for a temperature below 0, ties that mix drawn and kept positions, and
             positions with no allowed letter.
         """
@@ -306,15 +318,13 @@ class ProteinMPNN(nn.Module):
         if not 0 <= temperature <= MAX_TEMPERATURE:
             raise ValueError(f"temperature is {temperature}; expected 0 to {MAX_TEMPERATURE:g}.")
         chain_M = chain_M.bool().expand(M, L)
-        draw = chain_M & of_structures(encoding.mask, structure)
+        draw = chain_M & rows_of_structures(encoding.mask, structure)
         groups = tied_groups(tied, chain_M, draw)
         zeros = at_least_float32(encoding.h_V).new_zeros(M, L, len(ALPHABET))
         bias = zeros + torch.as_tensor(bias, device=device)
         bias[..., ALPHABET.index("X")] = -torch.inf
         bias = mean_in_groups(bias, groups)
-        if pssm is not None:
-            pssm = Pssm(*(mean_in_groups(x.to(bias), groups) for x in pssm))
-        check_letters_left(bias, pssm, draw)
+        check_letters_left(bias, draw)
         step_of, steps, is_member = decoding_steps(decoding_order, groups)
         weights = is_member.to(bias) / is_member.sum(-1, keepdim=True)              # (M, T, G)
         if noise is None:
@@ -328,7 +338,7 @@ class ProteinMPNN(nn.Module):
         if not drawing:
             return S, probs
         # This pass with the given letters is right up to the first draw; each draw then updates it.
-        E_idx = of_structures(encoding.E_idx, structure)
+        E_idx = rows_of_structures(encoding.E_idx, structure)
         visible = decoded_before(step_of, E_idx)
         if drawing[0] == 0:
             layers = self.undecoded_layers(encoding, structure)     # nothing is given
@@ -342,8 +352,7 @@ class ProteinMPNN(nn.Module):
             drawn = draw[row, at]
             logits, inputs = self.step(encoding, layers, step_of, row, structure[row], at)
             logits = (logits * weights[sequence, turn, :, None]).sum(1, keepdim=True)   # (N, 1, 21)
-            pssm_here = None if pssm is None else pssm.at(first)
-            log_p = letter_log_probs(logits + bias[row, first], temperature, pssm_here)
+            log_p = letter_log_probs(logits + bias[row, first], temperature)
             letter = (log_p + noise[row, first]).argmax(-1)                         # (N, 1)
             S[row, at] = torch.where(drawn, letter, S[row, at])
             probs[row, at] = torch.where(drawn[..., None], log_p.exp(), 0).to(probs)
@@ -399,16 +408,16 @@ class EdgeFeatures(nn.Module):
     def forward(self, graph):
         weight = self.edge_embedding.weight
         ends = [N_POSITIONAL, weight.shape[1] - self.n_orientation]
-        of_offset, of_distance, of_orientation = weight.tensor_split(ends, dim=1)
-        E = self.edge_embedding.product(gaussians(graph.distance).to(of_distance.dtype),
-                                        of_distance)
+        offset_weight, distance_weight, orientation_weight = weight.tensor_split(ends, dim=1)
+        E = self.edge_embedding.product(gaussians(graph.distance).to(distance_weight.dtype),
+                                        distance_weight)
         if self.n_orientation:
-            E = E + F.linear(graph.orientation.to(of_orientation.dtype), of_orientation)
+            E = E + F.linear(graph.orientation.to(orientation_weight.dtype), orientation_weight)
         # Positional features (66, 16) of offset classes: a linear layer of one-hot vectors.
         positional = self.embeddings.linear.weight.T + self.embeddings.linear.bias
         # The table is float32: in 16 bits the gradient of an offset class, which is a sum over
         # thousands of edges, was wrong by up to 30 % (measured).
-        table = at_least_float32(F.linear(positional, of_offset))
+        table = at_least_float32(F.linear(positional, offset_weight))
         return self.norm_edges(E + F.embedding(graph.offset, table).to(E.dtype))
 
 
@@ -590,7 +599,7 @@ def take_rows(table, index):
     return table.index_select(0, index.flatten()).view(*index.shape, *table.shape[1:])
 
 
-def of_structures(x, structure):
+def rows_of_structures(x, structure):
     """Rows of x (B, ...) for M sequences: (M, ...); without a copy if there is one structure."""
     return x.expand(len(structure), *x.shape[1:]) if len(x) == 1 else x[structure]
 
@@ -619,8 +628,8 @@ def neighbour_graph(  # noqa: PLR0913  (the arrays of a structure, and two setti
     # after it, by residue_idx (published: in any order). Padding comes last. The sort is stable:
     # ties of topk would depend on padding.
     beyond = farthest + 1 + (residue_idx - residue_idx.amin(1, keepdim=True))[:, None]
-    key = torch.where(both, D, beyond).masked_fill(~is_residue[:, None], torch.inf)
-    E_idx = key.argsort(dim=-1, stable=True)[..., :num_edges].contiguous()          # (B, L, K)
+    rank = torch.where(both, D, beyond).masked_fill(~is_residue[:, None], torch.inf)
+    E_idx = rank.argsort(dim=-1, stable=True)[..., :num_edges].contiguous()          # (B, L, K)
     resolved = both.gather(-1, E_idx)
     if ca_only:
         distance = atom_distances(with_rows_around(CA), CA_ATOMS, CA_PAIRS, E_idx)
@@ -803,9 +812,9 @@ def decoder_nodes(E_idx, structure, order, shared, n_layers):
     L = order.shape[1]
     n_contexts = len(shared.sequence)
     position = torch.arange(L, device=order.device)
-    of_designed, at_designed = shared.designed.nonzero(as_tuple=True)
-    sequence = torch.cat([shared.sequence.repeat_interleave(L), of_designed])
-    at = torch.cat([position.repeat(n_contexts), at_designed])
+    designed_sequence, designed_position = shared.designed.nonzero(as_tuple=True)
+    sequence = torch.cat([shared.sequence.repeat_interleave(L), designed_sequence])
+    at = torch.cat([position.repeat(n_contexts), designed_position])
     n = len(sequence)
     designed = torch.arange(n_contexts * L, n, device=order.device)
     node_at = shared.context_row[:, None] * L + position        # (M, L) node that a sequence sees
@@ -887,17 +896,17 @@ def independent_steps(steps, turns, E_idx, visible):
     at = steps.cpu()
     row = torch.arange(M)[:, None]
     level = torch.zeros(M, L + 1, dtype=torch.int64)      # of residues, by the pass they are in
-    of_turn = []
+    levels = []
     for t in turns:
         seen = level[row[..., None], near[row, at[:, t]]]                           # (M, G, K)
         own = seen.amax((1, 2)) + 1
         level[row, at[:, t]] = own[:, None]
-        of_turn.append(own)
-    of_turn = torch.stack(of_turn, 1).flatten()                                     # (M turns)
-    order = of_turn.argsort(stable=True)
+        levels.append(own)
+    level_of_turn = torch.stack(levels, 1).flatten()                                # (M turns)
+    order = level_of_turn.argsort(stable=True)
     sequence = (order // len(turns)).to(steps.device)
     turn = (order % len(turns) + turns[0]).to(steps.device)
-    sizes = of_turn.bincount()[1:].tolist()
+    sizes = level_of_turn.bincount()[1:].tolist()
     return list(zip(sequence.split(sizes), turn.split(sizes)))
 
 
@@ -908,37 +917,16 @@ def gumbel_noise(uniform: Tensor) -> Tensor:
     return -(-uniform.clamp(min=TINY).log()).clamp(min=TINY).log().float()
 
 
-class Pssm(NamedTuple):
-    """A position-specific scoring matrix for L positions, such as of an alignment."""
-    share: Tensor         # (L, 1) from 0 to 1: weight of `letters` in the mixture
-    letters: Tensor       # (L, 21) probabilities, mixed with the network's
-
-    def at(self, positions):
-        return Pssm(*(x[positions] for x in self))
-
-
-def letter_log_probs(scores: Tensor, temperature: float, pssm: Pssm | None) -> Tensor:
-    """Log-probabilities that a letter is drawn from.
-
-    p = softmax(scores / temperature). With a PSSM it becomes (1 - share) p + share letters, then 0
-    for letters of score -inf, and is normalised again.
+def letter_log_probs(scores: Tensor, temperature: float) -> Tensor:
+    """Log-probabilities that a letter is drawn from: those of softmax(scores / temperature).
 
     Args:
         scores:      (..., 21) nats, logits + bias; -inf = never.
         temperature: at least 0; at 0 the best letter has probability 1.
-        pssm:        Pssm of these positions, or None.
     Returns: (..., 21) nats.
-    Source: Dauparas et al. 2022 and the published code's `sample`. There a PSSM can bring back an
-    omitted letter; here omitted letters are never drawn.
     """
-    never = scores == -torch.inf
     scores = scores - scores.amax(-1, keepdim=True)
-    log_p = torch.log_softmax(scores / max(temperature, COLDEST), -1)
-    if pssm is None:
-        return log_p
-    p = (1 - pssm.share) * log_p.exp() + pssm.share * pssm.letters
-    p = p.masked_fill(never, 0)
-    return (p / p.sum(-1, keepdim=True)).log()
+    return torch.log_softmax(scores / max(temperature, COLDEST), -1)
 
 
 def mean_in_groups(x, groups):
@@ -959,9 +947,9 @@ def check_sequences(encoding, S, decoding_order, structure):
         structure = torch.arange(M, device=S.device)
     elif structure is None and B == 1:
         structure = S.new_zeros(M)
-    found = [None if x is None else tuple(x.shape) for x in (S, decoding_order, structure)]
-    if found != [(M, L), (M, L), (M,)] or S.dtype != torch.int64:
-        raise ValueError(f"S, decoding_order and structure have shapes {found}; expected ({M}, "
+    shapes = [None if x is None else tuple(x.shape) for x in (S, decoding_order, structure)]
+    if shapes != [(M, L), (M, L), (M,)] or S.dtype != torch.int64:
+        raise ValueError(f"S, decoding_order and structure have shapes {shapes}; expected ({M}, "
                          f"{L}), ({M}, {L}) and ({M},), rows of the {B} structures. S is "
                          f"{S.dtype}; expected torch.int64.")
     if S.device.type == "cpu" and not torch.equal(decoding_order.sort(1).values,
@@ -971,16 +959,13 @@ def check_sequences(encoding, S, decoding_order, structure):
     return structure
 
 
-def check_letters_left(bias, pssm, draw):
+def check_letters_left(bias, draw):
     """ValueError if a position to draw (M, L) has no allowed letter, or bias (M, L, V) has nan."""
-    allowed = bias > -torch.inf
-    if pssm is not None:
-        allowed = allowed & ((pssm.share < 1) | (pssm.letters > 0))
-    stuck = (draw & ~allowed.any(-1)).nonzero().tolist()
+    is_allowed = bias > -torch.inf
+    stuck = (draw & ~is_allowed.any(-1)).nonzero().tolist()
     if stuck:
-        raise ValueError(f"bias and pssm leave no letter at (sequence, position) "
-                         f"{stuck[:5]}, counted from 0. Allow one, or keep the letters there with "
-                         "chain_M 0.")
+        raise ValueError(f"bias leaves no letter at (sequence, position) {stuck[:5]}, counted from "
+                         "0. Allow one, or keep the letters there with chain_M 0.")
     if (bias.isnan() | (bias == torch.inf)).any():
         raise ValueError("bias has a value that is nan or inf; expected nats, or -inf for never.")
 
@@ -1034,11 +1019,11 @@ def has_edge_features(weights, n):
 
 
 def count_layers(weights, prefix):
-    return len({key.split(".")[1] for key in weights if key.startswith(prefix)})
+    return len({name.split(".")[1] for name in weights if name.startswith(prefix)})
 
 
 def to_checkpoint(model: ProteinMPNN, **extra) -> dict:
     """Checkpoint in the published format, on the CPU. Other tools ignore extra keys, as epoch."""
-    weights = {key: value.cpu() for key, value in model.state_dict().items()}
+    weights = {name: value.cpu() for name, value in model.state_dict().items()}
     return {**extra, "num_edges": model.num_edges, "noise_level": model.noise_level,
             "model_state_dict": weights}

@@ -1,13 +1,12 @@
-"""Which positions of a structure are designed, and under which constraints.
+"""Which positions of a structure sample_proteinmpnn.py designs, and under which constraints.
 
-    design = Design("5L33.pdb", args, letter_bias(args), tables)
-    print(*design.notes, sep="\\n")                 # how everything was understood
+    design = Design("5L33.pdb", args)
+    print(*design.notes, sep="\n")                 # how everything was understood
+    bias = letter_bias(args)                        # of letters, the same for all structures
 
-Takes chains, fixed and tied positions, bias and PSSMs from the command line of
-sample_proteinmpnn.py and from the published tool's files (mpnn/official_settings.py). Two orders of
-rows occur: "joined", the designed chains in the user's order, and that of Complex: designed chains,
-then fixed ones, sorted by name. A missing chain or position is a ValueError. Settings of files for
-chains that are not designed have no effect, with a note.
+Takes chains, fixed and tied positions and bias from the command line. Two orders of rows occur:
+"joined", the designed chains in the user's order, and that of Complex: designed chains, then fixed
+ones, sorted by name. A missing chain or position is a ValueError.
 """
 import argparse
 import math
@@ -18,11 +17,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from mpnn.model import Pssm
-from mpnn.official_settings import MAX_BIAS, read_json, settings_of
 from proteins.letters import AMINO_ACIDS, LETTERS, X_ID, decode, encode
 from proteins.structures import (CA_MODEL, FORMATS, Complex, describe_modified, parse_positions,
                                  read_structure)
+
+MAX_BIAS = 1e4          # nats; a larger bias would round away the logits in float32
 
 
 class Design:
@@ -37,22 +36,16 @@ class Design:
     native, resolved, mutable: (n_designed,) by joined position: letters; bool; bool.
     drawn:    (L,) bool by row of the complex: mutable and resolved.
     tied:     lists of rows of the complex that get the same letter.
-    bias:     (L, 21) nats by row of the complex; -inf: never drawn.
-    pssm:     Pssm by row of the complex, or None.
     notes:    lines on how the input was understood.
     """
 
-    def __init__(self, path: str, args: argparse.Namespace, bias: np.ndarray, tables: dict,
-                 ca_only: bool = False):
-        """args: of sample_proteinmpnn.py. bias: (21,) per letter. tables: of settings_of.
-        ca_only: for a CA-only model."""
+    def __init__(self, path: str, args: argparse.Namespace, ca_only: bool = False):
+        """args: of sample_proteinmpnn.py. ca_only: for a CA-only model."""
         structure = read_structure(path, ca_only)
         self.name = name_of(path)
         self.structure = structure
         self.notes = []
-        n_rows = {name: len(chain.S) for name, chain in structure.chains.items()}
-        settings = settings_of(tables, self.name, n_rows)
-        self.chains, fixed = choose_chains(args, structure, settings.chains)
+        self.chains, fixed = choose_chains(args, structure)
         self.complex = Complex(structure, self.chains, fixed)
         self.rows = self.complex.rows(self.chains)
         self.labels = []
@@ -65,20 +58,16 @@ class Design:
         self.native = self.complex.S[self.rows]
         self.resolved = self.complex.mask[self.rows]
         self.modified = self.complex.modified[self.rows]
-        self.note_input(fixed, settings, ca_only)
-        self.mutable = self.mutable_positions(args, settings.fixed)
+        self.note_input(fixed, ca_only)
+        self.mutable = self.mutable_positions(args)
         if not (self.mutable & self.resolved).any():
             raise ValueError(f"{self.name}: no position is left to design: all are fixed or "
                              f"without {structure.needed}. Fix fewer.")
         self.drawn = np.zeros(len(self.complex), bool)
         self.drawn[self.rows] = self.mutable & self.resolved
-        self.tied = self.tied_rows(self.tied_positions(args, settings.tied))
-        self.bias = self.of_complex(self.bias_by_row(bias, settings.bias))
-        self.pssm = None
-        if "pssm_jsonl" in tables:
-            self.pssm = self.make_pssm(args.pssm_multi, settings.pssm)
+        self.tied = self.tied_rows(self.tied_positions(args))
 
-    def note_input(self, fixed, settings, ca_only):
+    def note_input(self, fixed, ca_only):
         """Add notes on chains and residues."""
         structure = self.structure
         self.notes.append(
@@ -91,57 +80,39 @@ class Design:
         if only_ca and not ca_only:
             self.notes.append(f"{structure.name}: chains {' '.join(only_ca)} have CA atoms only: "
                               f"this model does not see them, a CA-only model, {CA_MODEL}, does")
-        for_chains = [settings.fixed, settings.bias, settings.pssm, *settings.tied]
-        others = sorted({name for each in for_chains for name in each} - set(self.chains))
-        if others:
-            self.notes.append(f"{structure.name}: chains {' '.join(others)} are not designed, so "
-                              "what files of settings say on them has no effect")
 
     # ---- positions ----
 
     def positions(self, option, texts):
         """Sorted joined positions given to an option. Adds a note on how they were understood."""
         try:
-            found, note = parse_positions(" ".join(texts), self.structure, self.chains)
+            positions, note = parse_positions(" ".join(texts), self.structure, self.chains)
         except ValueError as error:
             raise ValueError(f"--{option}: {error}") from None
         self.notes.append(f"--{option}: {note}")
-        return found
+        return positions
 
-    def joined(self, rows_of_chains):
-        """Joined positions of {chain: rows from 1} of a file; those of designed chains."""
-        return [self.spans[name][row - 1] for name, rows in rows_of_chains.items()
-                if name in self.spans for row in rows]
-
-    def mutable_positions(self, args, fixed_rows):
-        """(n_designed,) bool by joined position: may its letter change?
-
-        fixed_rows: {chain: rows} of a file."""
+    def mutable_positions(self, args):
+        """(n_designed,) bool by joined position: may its letter change?"""
         mutable = np.full(len(self.rows), not args.mutable_positions)
         if args.mutable_positions:
             mutable[self.positions("mutable_positions", args.mutable_positions)] = True
         if args.fixed_positions:
             mutable[self.positions("fixed_positions", args.fixed_positions)] = False
-        mutable[self.joined(fixed_rows)] = False
         return mutable
 
-    def tied_positions(self, args, groups_of_rows):
-        """Lists of joined positions that get the same letter.
-
-        groups_of_rows: [{chain: rows}] of a file."""
+    def tied_positions(self, args):
+        """Lists of joined positions that get the same letter."""
         if args.homomer:
             return self.equal_numbers()
         if args.tied_positions:
             return self.given_groups(args.tied_positions)
-        return [self.joined(group) for group in groups_of_rows]
+        return []
 
     def tied_rows(self, groups):
         """Lists of rows of the complex from lists of joined positions, without the unresolved."""
-        members = [i for group in groups for i in group]
-        if len(set(members)) < len(members):
-            raise ValueError(f"{self.name}: found tied positions in two groups; expected each "
-                             "position in one.")
         tied = []
+        n_absent = 0
         for group in groups:
             if len({self.mutable[i] for i in group}) == 2:      # both True and False
                 kinds = ", ".join(f"{self.labels[i]} ({'designed' if self.mutable[i] else 'fixed'})"
@@ -149,9 +120,9 @@ class Design:
                 raise ValueError(f"tied positions are designed and fixed: {kinds}. Fix all of a "
                                  "group or none.")
             resolved = [i for i in group if self.resolved[i]]
+            n_absent += len(group) - len(resolved)
             if len(resolved) > 1:
                 tied.append(self.rows[resolved].tolist())
-        n_absent = sum(not self.resolved[i] for i in members)
         if n_absent:
             self.notes.append(f"{n_absent} tied positions are gaps or lack atoms, and are left out "
                               "of their groups")
@@ -183,8 +154,8 @@ class Design:
         groups = [group for group in by_number.values() if len(group) > 1]
         for group in groups:
             if len({int(self.native[i]) for i in group} - {X_ID}) > 1:
-                found = ", ".join(f"{self.labels[i]} {LETTERS[self.native[i]]}" for i in group)
-                raise ValueError(f"--homomer ties residues of equal number, but found {found}; "
+                letters = ", ".join(f"{self.labels[i]} {LETTERS[self.native[i]]}" for i in group)
+                raise ValueError(f"--homomer ties residues of equal number, but found {letters}; "
                                  "expected the same letter. Name the chains that are equal "
                                  "(--chains), or use --tied_positions.")
         if not groups:
@@ -195,35 +166,6 @@ class Design:
         self.notes.append(f"--homomer: {len(groups)} groups of residues of equal number in the "
                           f"file; {n_alone} numbers occur in one chain only and are not tied")
         return groups
-
-    # ---- letters ----
-
-    def bias_by_row(self, bias, of_chains):
-        """(n_designed, 21) nats by joined position: (21,) for all, plus {chain: (rows, 21)}."""
-        bias = np.tile(bias, (len(self.rows), 1))
-        for name, added in of_chains.items():
-            if name in self.spans:
-                bias[self.spans[name]] += added
-        return bias
-
-    def make_pssm(self, share_of_all, of_chains):
-        """Pssm by row of the complex; it has no effect on chains that the file does not mention.
-
-        share_of_all: of the PSSM in the probabilities, 0 to 1. of_chains: see
-            StructureSettings.pssm."""
-        share = np.zeros((len(self.rows), 1))
-        letters = np.zeros((len(self.rows), len(LETTERS)))
-        for name, (of_rows, probabilities) in of_chains.items():
-            if name in self.spans:
-                share[self.spans[name], 0] = share_of_all * of_rows
-                letters[self.spans[name]] = probabilities
-        return Pssm(self.of_complex(share), self.of_complex(letters))
-
-    def of_complex(self, joined):
-        """Joined (n_designed, k) -> (L, k) float32 by row of the complex, 0 for fixed chains."""
-        by_row = np.zeros((len(self.complex), joined.shape[1]), np.float32)
-        by_row[self.rows] = joined
-        return torch.from_numpy(by_row)
 
     # ---- sequences ----
 
@@ -236,10 +178,10 @@ class Design:
         """Letters of the designed chains, joined by / -> ids (L,) of the complex. Unresolved rows
         get the structure's letters. name: of the sequence, for the ValueError."""
         parts = text.replace("-", "X").split("/")
-        found = [len(part) for part in parts]
+        lengths = [len(part) for part in parts]
         expected = [len(span) for span in self.spans.values()]
-        if found != expected:
-            raise ValueError(f"{name}: found chains of {found} letters; expected {expected}, of "
+        if lengths != expected:
+            raise ValueError(f"{name}: found chains of {lengths} letters; expected {expected}, of "
                              f"chains {' '.join(self.chains)}, gap rows counted, with / between "
                              "chains.")
         for i, letter in enumerate("".join(parts)):
@@ -289,24 +231,15 @@ def files_in(folder):
     return sorted(files)
 
 
-def choose_chains(args, structure, of_file):
-    """Names of the designed chains, in the user's order, and of the fixed ones.
-
-    of_file: [designed, fixed] of a file, or [].
-    """
+def choose_chains(args, structure):
+    """Names of the designed chains, in the user's order, and of the fixed ones."""
     designed = args.chains
     fixed = args.fixed_chains
-    option = "--chains"
-    fixed_option = "--fixed_chains"
-    if of_file:
-        designed, fixed = of_file
-        option = "--chain_id_jsonl"
-        fixed_option = "--chain_id_jsonl"
     usable = sorted(name for name, chain in structure.chains.items() if chain.resolved.any())
     if fixed is not None:
-        fixed = chain_names(fixed, structure, fixed_option)
+        fixed = chain_names(fixed, structure, "--fixed_chains")
     if designed:
-        designed = chain_names(designed, structure, option)
+        designed = chain_names(designed, structure, "--chains")
     else:
         designed = [name for name in usable if name not in (fixed or ())]
     unusable = [name for name in designed if name not in usable]
@@ -321,7 +254,7 @@ def choose_chains(args, structure, of_file):
         fixed = [name for name in usable if name not in designed]
     both = sorted(set(designed) & set(fixed))
     if both:
-        raise ValueError(f"{option}: chain {' '.join(both)} is to be designed and to be fixed; "
+        raise ValueError(f"--chains: chain {' '.join(both)} is to be designed and to be fixed; "
                          "expected one of the two.")
     return designed, fixed
 
@@ -339,27 +272,21 @@ def chain_names(texts, structure, option):
     return names
 
 
-def letter_bias(args: argparse.Namespace) -> np.ndarray:
-    """(21,) nats from --bias or its file, -inf for omitted letters and X."""
-    option = "--bias"
-    texts = args.bias or ()
-    if args.bias_AA_jsonl:
-        option = "--bias_AA_jsonl"
-        table = read_json(args.bias_AA_jsonl)
-        texts = [f"{letter}={value}" for letter, value in table.items()]
-    bias = np.zeros(len(LETTERS))
+def letter_bias(args: argparse.Namespace) -> torch.Tensor:
+    """(21,) nats from --bias and --omit: -inf for omitted letters and X."""
+    bias = torch.zeros(len(LETTERS))
     seen = set()
-    for text in re.findall(r"[^,\s]+", " ".join(texts)):
+    for text in re.findall(r"[^,\s]+", " ".join(args.bias or ())):
         letter, _, value = text.partition("=")
         try:
             number = float(value)
         except ValueError:
             number = math.nan
         if letter not in AMINO_ACIDS or len(letter) != 1 or not abs(number) <= MAX_BIAS:
-            raise ValueError(f"{option}: found {text}; expected an amino acid and nats, such as "
+            raise ValueError(f"--bias: found {text}; expected an amino acid and nats, such as "
                              f"E=0.5 or K=-1, up to {MAX_BIAS:g} either way.")
         if letter in seen:
-            raise ValueError(f"{option}: found {letter} twice; expected each amino acid once.")
+            raise ValueError(f"--bias: found {letter} twice; expected each amino acid once.")
         seen.add(letter)
         bias[LETTERS.index(letter)] = number
     omitted = set((args.omit or "") + "X")

@@ -1,11 +1,14 @@
 """Scores of variants: log-probability of the mutant's letters less that of the wild type's.
 
-    scores, = score_proteins(model, [complex], [[[(7, 18)], [(7, 18), (30, 2)]]])
-    of_each = score_proteins(model, complexes, variants, correction=base_model, ddp=ddp)
+    scores, = score_proteins(model, [structure], [[[(7, 18)], [(7, 18), (30, 2)]]])
+    scores = score_proteins(model, structures, variants, correction=base_model, ddp=ddp)
     log_p = log_probs_decoded_last(model, encoding, S, order, positions)        # (P, 21)
+    scores, entropy = scores_in_order(model, encoding, S, order, index, how)    # with gradients
 
-A mutated residue is decoded last, so that it sees the letters of all others. What depends on the
-place of residue i in the decoding order is little, and only this is computed anew for each i:
+A mutated residue is decoded last, so that it sees the letters of all others. Variants of several
+mutations have passes of their own, see joint_log_probs. All single mutations of a protein are
+scored from one pass, by OneOrder. What depends on the place of residue i in the decoding order is
+little, and only this is computed anew for each i:
 
     others decoded before i    in any case do not see i: as in the pass of the whole order
     others decoded after i     those with i as a neighbour see its letter no more. In the second
@@ -30,7 +33,7 @@ from ddp_setup import Ddp, all_sum
 from ddp_watch import note_progress
 from mpnn.batches import collate_complexes
 from mpnn.model import (Encoding, ProteinMPNN, SharedContext, decoded_before, decoding_order,
-                        run_once, step_of_residue, sum_hidden, take_rows)
+                        run_once, run_twice, step_of_residue, sum_hidden, take_rows)
 from proteins.seeds import keyed_generator
 from proteins.structures import Complex
 
@@ -39,6 +42,7 @@ AT_ONCE = 256       # residues that are moved to the end side by side
 # part fills a whole tensor of edges, and larger ones are slower to allocate. Measured, 69 and 286
 # residues: 192 takes up to 1.2 times as long, 1536 1.4 times.
 ROWS_AT_ONCE = 384
+SAVES_MEMORY_FROM = 200     # residues, see choose_run; 199 keep PLACEHOLDER
 
 
 @torch.no_grad()
@@ -72,7 +76,7 @@ class Scoring(NamedTuple):
 
 
 def score_proteins(  # noqa: PLR0913  (the last two only say where, and how far)
-        model: ProteinMPNN, complexes: list[Complex], variants: list[list[list[tuple[int, int]]]],
+        model: ProteinMPNN, structures: list[Complex], variants: list[list[list[tuple[int, int]]]],
         scoring: Scoring = Scoring(), correction: ProteinMPNN | None = None,
         done: Callable[[int, int], object] = lambda n, total: None,
         ddp: Ddp | None = None) -> list[np.ndarray]:
@@ -80,14 +84,14 @@ def score_proteins(  # noqa: PLR0913  (the last two only say where, and how far)
     several proteins. Collective if ddp is given, with the same result for any number of ranks.
 
     The mutated residues are decoded last. If there are several, they follow one another along the
-    complex in the first, third, ... order, and in reverse in the others; each sees the letters of
+    structure in the first, third, ... order, and in reverse in the others; each sees the letters of
     those before it, of the mutant for the mutant, of the wild type for the wild type. Each order of
     each protein is computed by one rank.
 
     Args:
         model:      in eval mode, on its device.
-        complexes:  with the wild types' letters.
-        variants:   of each protein, each a list of (row of the complex, letter 0 to 20), of
+        structures: with the wild types' letters.
+        variants:   of each protein, each a list of (row of the structure, letter 0 to 20), of
                     different rows that are resolved.
         correction: model whose score of the residues alone is subtracted, or None.
         done:       called after each order of this rank, with the number of its variants, and of
@@ -97,61 +101,61 @@ def score_proteins(  # noqa: PLR0913  (the last two only say where, and how far)
     ddp = ddp or Ddp(device=next(model.parameters()).device)
     alone = scoring.n_orders    # a unit of work after the orders
     numbers = range(scoring.n_orders + (correction is not None))
-    units = [(protein, number) for protein in range(len(complexes)) for number in numbers]
+    units = [(protein, number) for protein in range(len(structures)) for number in numbers]
     own_units = units[ddp.rank::ddp.world_size]
     own_total = sum(len(variants[protein]) for protein, _ in own_units)
-    counts = [len(of_protein) for of_protein in variants]
+    counts = [len(protein_variants) for protein_variants in variants]
     tables = [torch.zeros(scoring.n_orders + 1, n, dtype=torch.float64) for n in counts]
     encoded = None      # the protein of `encoding`
     for protein, number in own_units:
-        complex = complexes[protein]
+        structure = structures[protein]
         if number == alone:
-            found = score_alone(correction, complex, variants[protein])
+            scores = score_alone(correction, structure, variants[protein])
         else:
             if protein != encoded:
-                encoding = encode_complex(model, complex)
+                encoding = encode_complex(model, structure)
                 encoded = protein
-            found = score_in_order(model, encoding, complex, variants[protein], scoring, number)
-        tables[protein][number] = torch.from_numpy(found)
+            scores = score_in_order(model, encoding, structure, variants[protein], scoring, number)
+        tables[protein][number] = torch.from_numpy(scores)
         note_progress()
-        done(len(found), own_total)
-    of_all = all_sum(torch.cat(tables, dim=1), ddp)     # of each number one rank has it
-    return [mean_over_orders(table.numpy()) for table in of_all.split(counts, dim=1)]
+        done(len(scores), own_total)
+    tables = all_sum(torch.cat(tables, dim=1), ddp).split(counts, dim=1)    # one rank has a number
+    return [mean_over_orders(table.numpy()) for table in tables]
 
 
 def mean_over_orders(table):
     """Scores (n,) of a table (orders + 1, n), whose last row is subtracted."""
     total = 0.0
-    for of_order in table[:-1]:     # one after another: the same rounding for any n
-        total = total + of_order
+    for scores in table[:-1]:       # one after another: the same rounding for any n
+        total = total + scores
     return total / (len(table) - 1) - table[-1]
 
 
 @torch.no_grad()
 def score_in_order(  # noqa: PLR0913  (what the numbers depend on)
-        model, encoding, complex, variants, scoring, number):
+        model, encoding, structure, variants, scoring, number):
     """Scores (n,) float64 by one decoding order. number: of the order, from 0."""
-    S = torch.from_numpy(complex.S.astype(np.int64))[None].to(encoding.mask.device)
-    order = variant_order(len(complex), scoring.seed, number).to(S.device)
-    index = index_variants(variants, complex.S)
+    S = torch.from_numpy(structure.S.astype(np.int64))[None].to(encoding.mask.device)
+    order = variant_order(len(structure), scoring.seed, number).to(S.device)
+    index = index_variants(variants, structure.S)
     scores, _ = scores_in_order(model, encoding, S, order, index,
                                 Decoding(number % 2 == 1, scoring.batch_size))
     return scores.cpu().numpy()
 
 
 @torch.no_grad()
-def log_probs_alone(model: ProteinMPNN, complex: Complex, rows: list[int]) -> Tensor:
+def log_probs_alone(model: ProteinMPNN, structure: Complex, rows: list[int]) -> Tensor:
     """(P, 21) log-probabilities, in nats, of residues alone: each a structure of one residue, with
     its own four backbone atoms.
 
-    rows: P rows of the complex, resolved."""
+    rows: P rows of the structure, resolved."""
     one_each = torch.ones(len(rows), 1, dtype=torch.int64)
-    graph = model.graph(torch.from_numpy(complex.X[rows, None]), one_each, one_each, one_each)
+    graph = model.graph(torch.from_numpy(structure.X[rows, None]), one_each, one_each, one_each)
     encoding = model.encode(graph.to(next(model.parameters()).device))
     return model.unconditional(encoding)[:, 0]
 
 
-def score_alone(model: ProteinMPNN, complex: Complex,
+def score_alone(model: ProteinMPNN, structure: Complex,
                 variants: list[list[tuple[int, int]]]) -> np.ndarray:
     """ln p(mutant) - ln p(wild type) of each mutated residue alone, added up: (n,) float64, nats.
 
@@ -162,11 +166,11 @@ def score_alone(model: ProteinMPNN, complex: Complex,
     """
     rows = sorted({row for variant in variants for row, _ in variant})
     place = {row: k for k, row in enumerate(rows)}
-    log_p = log_probs_alone(model, complex, rows).double().cpu().numpy()
+    log_p = log_probs_alone(model, structure, rows).double().cpu().numpy()
     scores = np.zeros(len(variants))
     for k, variant in enumerate(variants):
         for row, letter in variant:
-            scores[k] += log_p[place[row], letter] - log_p[place[row], complex.S[row]]
+            scores[k] += log_p[place[row], letter] - log_p[place[row], structure.S[row]]
     return scores
 
 
@@ -178,57 +182,79 @@ def variant_order(n_residues: int, seed: int, number: int) -> Tensor:
 
 
 @torch.no_grad()
-def encode_complex(model, complex):
-    """The model's encoding of one complex."""
-    tensors = collate_complexes([complex], ("X", "mask", "residue_idx", "chain_id"))
+def encode_complex(model, structure):
+    """The model's encoding of one structure."""
+    tensors = collate_complexes([structure], ("X", "mask", "residue_idx", "chain_id"))
     return model.encode(model.graph(**tensors).to(next(model.parameters()).device))
 
 
 # ---- scores with gradients ----
 
-class VariantIndex(NamedTuple):
-    """Where the letters of N variants of a complex are found in log-probabilities.
+def choose_run(n_residues: int) -> Callable:
+    """How to compute what gradients are asked of: run_once, or run_twice to save memory.
 
-    rows:    the mutated ones of variants of one mutation, sorted: R.
-    single:  (4, n) int64, of each such variant: its number, the place of its row in `rows`, its
-             letter, and the wild type's.
-    several: of each set of rows that variants of several mutations have: the rows, sorted; the
-             numbers of the variants (m,) int64; letters (1 + m, rows) int64, the wild type first.
+    n_residues: of a micro-batch, each counted once for each of its orders. Passes of several
+        mutations do not count: with gradients they are always computed twice.
+    """
+    return run_twice if n_residues >= SAVES_MEMORY_FROM else run_once
+
+
+class VariantIndex(NamedTuple):
+    """Where the letters of N variants of a structure are found in log-probabilities.
+
+    rows:   the mutated ones of variants of one mutation, sorted: R.
+    single: (4, n) int64, of each such variant: its number, the place of its row in `rows`, its
+            letter, and the wild type's.
+    joint:  (rows, letters) of the sequences whose residues are decoded together. For each set of
+            rows that variants of several mutations have: the wild type's, then the variants'.
+    several: (3, m) int64, of each variant of several mutations: its number, its place in `joint`,
+            and the wild type's there.
     """
     rows: list[int]
     single: Tensor
-    several: list[tuple[tuple[int, ...], Tensor, Tensor]]
+    joint: list[tuple[tuple[int, ...], tuple[int, ...]]]
+    several: Tensor
 
 
 def index_variants(variants: list[list[tuple[int, int]]], S: np.ndarray) -> VariantIndex:
-    """The VariantIndex of variants, each a list of (row, letter). S: (L,) the wild type."""
-    rows = sorted({row for variant in variants if len(variant) == 1 for row, _ in variant})
+    """The VariantIndex of variants, each a list of (row, letter). S: (L,) the wild type.
+
+    2,000 take PLACEHOLDER ms: it may be made anew for those that a step draws."""
+    wild_type = S.tolist()
+    rows = sorted({variant[0][0] for variant in variants if len(variant) == 1})
     place = {row: k for k, row in enumerate(rows)}
     single = []
     members_of = {}     # rows of a variant of several mutations -> numbers of those that have them
     for number, variant in enumerate(variants):
         if len(variant) == 1:
             (row, letter), = variant
-            single.append((number, place[row], letter, int(S[row])))
+            single.append((number, place[row], letter, wild_type[row]))
         else:
             mutated = tuple(sorted(row for row, _ in variant))
             members_of.setdefault(mutated, []).append(number)
+    joint = []
     several = []
     for mutated, members in members_of.items():
-        letters = [[int(S[row]) for row in mutated]]
+        native = len(joint)
+        joint.append((mutated, tuple(wild_type[row] for row in mutated)))
         for number in members:
+            several.append((number, len(joint), native))
             letter_of = dict(variants[number])
-            letters.append([letter_of[row] for row in mutated])
-        several.append((mutated, torch.tensor(members), torch.tensor(letters)))
-    return VariantIndex(rows, torch.tensor(single, dtype=torch.int64).view(-1, 4).T, several)
+            joint.append((mutated, tuple(letter_of[row] for row in mutated)))
+    return VariantIndex(rows, columns(single, 4), joint, columns(several, 3))
+
+
+def columns(entries, n):
+    """(n, entries) int64 of a list of tuples of n numbers."""
+    return torch.tensor(entries, dtype=torch.int64).view(-1, n).T
 
 
 class Decoding(NamedTuple):
     """How scores_in_order decodes.
 
-    in_reverse: several mutations of a variant follow one another from the end of the complex.
-    batch_size: variants of several mutations per pass.
-    run:        run_once, or run_twice to save memory.
+    in_reverse: several mutations of a variant follow one another from the end of the structure.
+    batch_size: sequences with several mutations per pass.
+    run:        run_once, or run_twice to save memory, see choose_run.
     """
     in_reverse: bool = False
     batch_size: int = 8
@@ -242,11 +268,11 @@ def scores_in_order(  # noqa: PLR0913  (what the numbers depend on)
 
     Args:
         encoding: of one structure, without padding. S, order: (1, L) int64.
-        index:    of the variants.
+        index:    of the variants: all of a protein, or some.
     Returns: (N,) float64 in nats, and the mean entropy () of a residue of index.rows given all
         others, 0 without these.
     """
-    n = index.single.shape[1] + sum(len(numbers) for _, numbers, _ in index.several)
+    n = index.single.shape[1] + index.several.shape[1]
     scores = torch.zeros(n, dtype=torch.float64, device=S.device)
     entropy = scores.new_zeros(())
     if index.rows:
@@ -255,35 +281,58 @@ def scores_in_order(  # noqa: PLR0913  (what the numbers depend on)
         entropy = -(log_p.exp() * log_p).sum(-1).mean()
         number, place, letter, native = index.single.to(S.device)
         scores = scores.index_add(0, number, log_p[place, letter] - log_p[place, native])
-    for rows, numbers, letters in index.several:
-        last = rows[::-1] if how.in_reverse else rows
-        found = []
-        for chunk in letters.split(how.batch_size):
-            found.append(how.run(joint_log_prob, model, encoding, S, order, last, rows, chunk))
-        log_p = torch.cat(found)
-        scores = scores.index_add(0, numbers.to(S.device), log_p[1:] - log_p[0])
+    if index.joint:
+        # A pass is of all residues: kept for the gradient, each would take 18 MB of 106 residues.
+        run = run_twice if torch.is_grad_enabled() else run_once
+        log_p = []
+        for first in range(0, len(index.joint), how.batch_size):
+            sequences = index.joint[first:first + how.batch_size]
+            log_p.append(run(joint_log_probs, model, encoding, S, order, sequences,
+                             how.in_reverse))
+        log_p = torch.cat(log_p)
+        number, mutant, native = index.several.to(S.device)
+        scores = scores.index_add(0, number, log_p[mutant] - log_p[native])
     return scores, entropy
 
 
-def joint_log_prob(  # noqa: PLR0913  (what the number depends on)
-        model, encoding, S, order, last, rows, letters):
-    """ln p (n,) float64 of letters at the rows `last`, which are decoded last, in this order.
+def joint_log_probs(  # noqa: PLR0913  (what the numbers depend on)
+        model, encoding, S, order, sequences, in_reverse):
+    """ln p (n,) float64 of the letters of sequences at their rows, which are decoded last, one
+    after another.
 
-    rows: the same ones in the order of `letters` (n, rows) int64."""
-    is_last = torch.zeros_like(order[0], dtype=torch.bool)
-    is_last[list(last)] = True
-    others = order[0, ~is_last[order[0]]]
-    order = torch.cat([others, order.new_tensor(last)])
-    S = S.repeat(len(letters), 1)
-    S[:, list(rows)] = letters.to(S.device)
-    # All have the same context, so the decoder runs on it once.
-    shared = SharedContext(designed=is_last.expand(len(S), -1),
-                           context_row=order.new_zeros(len(S)), sequence=order.new_zeros(1))
-    log_p = model.decode(encoding, S, order.expand(len(S), -1), shared=shared)[:, list(last)]
-    return log_p.gather(-1, S[:, list(last), None])[..., 0].double().sum(1)
+    sequences: n of (rows, letters), elsewhere the letters of S. Those of the same rows have the
+        same context, on which the decoder runs once."""
+    n = len(sequences)
+    context_of = {}     # rows -> number of the context of sequences that have them
+    context_row = []    # of each sequence
+    firsts = []         # of each context, the first sequence that has it
+    changes = []        # (sequence, row, letter)
+    for number, (rows, letters) in enumerate(sequences):
+        if rows not in context_of:
+            context_of[rows] = len(context_of)
+            firsts.append(number)
+        context_row.append(context_of[rows])
+        changes += [(number, row, letter) for row, letter in zip(rows, letters)]
+    number, row, letter = columns(changes, 3).to(S.device)
+    S = S.repeat(n, 1)
+    S[number, row] = letter
+    is_last = torch.zeros_like(S, dtype=torch.bool)
+    is_last[number, row] = True
+    along = torch.arange(S.shape[1], device=S.device)
+    if in_reverse:
+        along = along.flip(0)
+    orders = decoding_order(is_last.long(), torch.where(is_last, along, step_of_residue(order)))
+    shared = SharedContext(is_last, S.new_tensor(context_row), S.new_tensor(firsts))
+    log_p = model.decode(encoding, S, orders, shared=shared)
+    return log_p.gather(-1, S[..., None])[..., 0].double().sum(1)   # of other rows it is 0
 
 
 # ---- one pass for many residues ----
+#
+# The fourth place where the decoder's pass is written. The others are methods of ProteinMPNN:
+# run_decoder (all residues), decode_designed (few residues of sequences with one context) and step
+# (the residues whose turn it is in a draw). All are made of the methods of DecoderLayer. A change
+# of what a residue sees has to be made here too; tests compare the result with run_decoder's.
 
 class OneOrder:
     """The decoder's pass in one order, from which that with a residue moved to the end is made."""
@@ -357,10 +406,10 @@ class OneOrder:
         total = take_rows(self.first_sum, i)
         # The moved residue is a neighbour of the others, and no longer seen.
         others = (i != last).nonzero()[:, 0]
-        of_others = i[others]
-        slot = (self.E_idx[of_others] == last[others, None]).long().argmax(1)
-        neighbour = K * of_others + slot
-        message = layer.hidden(take_rows(h_V, of_others),
+        residue = i[others]
+        slot = (self.E_idx[residue] == last[others, None]).long().argmax(1)
+        neighbour = K * residue + slot
+        message = layer.hidden(take_rows(h_V, residue),
                                take_rows(edges.flatten(0, 1), neighbour)[:, None],
                                take_rows(table, L + last[others])[:, None])
         former = take_rows(self.first_hidden, neighbour)

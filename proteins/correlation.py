@@ -26,15 +26,6 @@ class Estimate(NamedTuple):
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
-class Gain(NamedTuple):
-    """Two correlations, nan if all scores or values are equal, with the interval of their
-    difference."""
-    before: float
-    after: float
-    low: float
-    high: float
-
-
 class Report(NamedTuple):
     """Spearman's correlations."""
     overall: Estimate               # of all mutations together
@@ -71,38 +62,21 @@ def correlate(scores: Sequence[float], measured: Sequence[float], proteins: Sequ
                          f"{FEWEST} to correlate.")
     names, protein = np.unique(np.asarray(proteins, dtype=object).astype(str), return_inverse=True)
     random = np.random.Generator(np.random.PCG64(seed % 2**64))
-    of_each = {}
+    estimates = {}
     for number, name in enumerate(names):
         here = protein == number
         if here.sum() >= LEAST:
             own = np.arange(here.sum())
-            of_each[str(name)] = estimate(scores[here], measured[here], random, own)
+            estimates[str(name)] = estimate(scores[here], measured[here], random, own)
     # Whole proteins are drawn. With one protein, its mutations are drawn instead.
     unit = protein if len(names) > 1 else np.arange(len(scores))
     overall = estimate(scores, measured, random, unit)
-    values = np.array([found.value for found in of_each.values() if np.isfinite(found.value)])
+    values = np.array([one.value for one in estimates.values() if np.isfinite(one.value)])
     mean = None
     if len(values) > 1:     # that of one protein would be said to be certain
         means = random.choice(values, (N_DRAWS, len(values))).mean(1)
         mean = Estimate(float(values.mean()), *interval(means), len(values))
-    return Report(overall, mean, of_each, len(names))
-
-
-def compare(before: Sequence[float], after: Sequence[float],
-            measured: Sequence[float], seed: int = 0) -> Gain:
-    """How much higher Spearman's correlation with measured values is of one score than of another.
-
-    before, after, measured: (n,) finite numbers, of one protein. seed: of the bootstrap."""
-    ranks = [np.unique(values, return_inverse=True)[1] for values in (before, after, measured)]
-    n = len(ranks[0])
-    random = np.random.Generator(np.random.PCG64(seed))
-    draws = []
-    for _ in range(N_DRAWS):
-        rows = random.integers(n, size=n)
-        one, other, value = (of_all[rows] for of_all in ranks)
-        draws.append(spearman(other, value) - spearman(one, value))
-    one, other, value = ranks
-    return Gain(spearman(one, value), spearman(other, value), *interval(np.array(draws)))
+    return Report(overall, mean, estimates, len(names))
 
 
 def estimate(x, y, random, unit):

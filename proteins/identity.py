@@ -1,35 +1,30 @@
-"""Proteins held out with their relatives, by identity of sequences.
+"""Families of proteins, by identity of sequences; whole families are held out.
 
-    split = hold_out_families(proteins, 0.2, share=0.3)         # split.rest, split.held_out
+    held = hold_out_families(sequences, 0.1, share=0.3)     # held.is_held_out: (n,) bool
 
-A protein is known by the letters of its mutated chain; unknown residues are left out. The identity
-of two is that of a global alignment (BLOSUM62, by gemmi): equal letters per column. Columns beyond
-an end of either sequence do not count, but all residues of the shorter one do. So a domain is a
-relative of a longer protein that contains it. By all columns the identity is never larger.
-Writes nothing.
+Unknown residues, X, are left out of a sequence. The identity of two is that of a global alignment
+(BLOSUM62, by gemmi): equal letters per column. Columns beyond an end of either sequence do not
+count, but all residues of the shorter one do. So a domain is a relative of a longer protein that
+contains it. By all columns the identity is never larger. Writes nothing.
 """
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import gemmi
 import numpy as np
 
-from proteins.mutations import Protein
-
-RELATED = 0.3           # identity from which proteins of usual lengths are related
 # Memory and time of an alignment are those of the product of the lengths: 2,000 by 2,000 residues
 # take 0.04 s. Longer chains are compared part by part.
 LONGEST_PART = 2000
 BLOSUM62 = gemmi.AlignmentScoring("b")
 
 
-class Split(NamedTuple):
-    """Proteins on two sides, no relatives between them."""
-    rest: list[Protein]
-    held_out: list[Protein]
-    n_families: int
-    nearest: float          # largest identity of two proteins on different sides
+class HeldOut(NamedTuple):
+    """Which proteins are held out, no relatives of them among the others."""
+    is_held_out: np.ndarray     # (n,) bool
+    n_families: int             # of all n
+    nearest: float              # largest identity of two proteins on different sides
 
 
 def identity(one: str, other: str) -> float:
@@ -39,39 +34,41 @@ def identity(one: str, other: str) -> float:
     return identity_of_parts(parts_of(one), parts_of(other))
 
 
-def hold_out_families(proteins: Sequence[Protein], fraction: float, share: float,
-                      alive: Callable = lambda: None) -> Split:
+def hold_out_families(sequences: list[str], fraction: float, share: float,
+                      alive: Callable = lambda: None) -> HeldOut:
     """Hold out whole families, by a hash of their sequences.
 
-    A family are all proteins that are connected by relatives: identity `share` or more. The side
-    of a protein depends on its family alone: not on other proteins, names, or a seed.
+    A family are all proteins that are connected by relatives: identity `share` or more; equal
+    sequences are one protein. The side of a protein depends on its family alone: not on other
+    proteins, the order, names, or a seed.
 
     Args:
-        fraction: 0 to 1, of families that are held out, on average.
-        alive:    called for each protein, to show a watchdog that work continues.
+        sequences: n texts of the 20 letters and X, one for each protein.
+        fraction:  0 to 1, of families that are held out, on average.
+        share:     0 to 1.
+        alive:     called for each sequence, to show a watchdog that work continues.
     Raises: ValueError if either side is empty.
     """
-    sequences = sorted({known_letters(protein) for protein in proteins})
-    identities = all_identities(sequences, alive)
+    known = [known_letters(sequence) for sequence in sequences]
+    distinct = sorted(set(known))
+    identities = all_identities(distinct, alive)
     families = connected(identities >= share)
-    draws = [draw_of("\n".join(sequences[member] for member in family)) for family in families]
-    is_held_out = np.zeros(len(sequences), bool)
+    draws = [draw_of("\n".join(distinct[member] for member in family)) for family in families]
+    is_chosen = np.zeros(len(distinct), bool)
     for family, draw in zip(families, draws):
-        is_held_out[family] = draw < fraction
-    held_letters = {sequences[number] for number in np.flatnonzero(is_held_out)}
-    held_out = [protein for protein in proteins if known_letters(protein) in held_letters]
-    rest = [protein for protein in proteins if known_letters(protein) not in held_letters]
-    check_sides(rest, held_out, fraction, draws,
-                f" in {len(families):,} families of {share:.0%} identity")
-    nearest = float(identities[is_held_out][:, ~is_held_out].max())
-    return Split(rest, held_out, len(families), nearest)
+        is_chosen[family] = draw < fraction
+    held_letters = {distinct[number] for number in np.flatnonzero(is_chosen)}
+    is_held_out = np.array([letters in held_letters for letters in known], bool)
+    check_sides(is_chosen, fraction, draws, share)
+    nearest = float(identities[is_chosen][:, ~is_chosen].max())
+    return HeldOut(is_held_out, len(families), nearest)
 
 
 # ---- alignments ----
 
-def known_letters(protein):
-    """The mutated chain's sequence without unknown residues."""
-    return protein.sequence.replace("X", "")
+def known_letters(sequence):
+    """A sequence without unknown residues."""
+    return sequence.replace("X", "")
 
 
 def parts_of(sequence):
@@ -82,9 +79,9 @@ def parts_of(sequence):
     return [names[start:end] for start, end in zip(ends, ends[1:])]
 
 
-def identity_of_parts(parts, of_other):
-    """The largest identity of a part with one of the other."""
-    return max(aligned_identity(part, other) for part in parts for other in of_other)
+def identity_of_parts(parts, others):
+    """The largest identity of one of the parts with one of the others."""
+    return max(aligned_identity(part, other) for part in parts for other in others)
 
 
 def aligned_identity(one, other):
@@ -104,12 +101,12 @@ def all_identities(sequences, alive):
     """(n, n) float64."""
     parts = [parts_of(sequence) for sequence in sequences]
     identities = np.eye(len(sequences))
-    for number, of_one in enumerate(parts):
+    for number in range(len(sequences)):
         alive()
         for earlier in range(number):
-            found = identity_of_parts(of_one, parts[earlier])
-            identities[number, earlier] = found
-            identities[earlier, number] = found
+            shared = identity_of_parts(parts[number], parts[earlier])
+            identities[number, earlier] = shared
+            identities[earlier, number] = shared
     return identities
 
 
@@ -138,16 +135,17 @@ def draw_of(text):
     return int.from_bytes(digest[:8], "big") / 2**64
 
 
-def check_sides(rest, held_out, fraction, draws, how):
+def check_sides(is_chosen, fraction, draws, share):
     """ValueError if either side is empty.
 
-    draws: of all families. how: text on how proteins stay together."""
-    if rest and held_out:
+    is_chosen: (n,) bool, of distinct sequences. draws: of all families."""
+    if is_chosen.any() and not is_chosen.all():
         return
     advice = "Give more proteins"
-    other = float(f"{(min(draws) + max(draws)) / 2:.3f}")
-    if min(draws) < other <= max(draws):
-        advice += f", or another fraction, such as {other:g}"
-    raise ValueError(f"found {len(rest) + len(held_out)} protein(s){how}, of which "
-                     f"{len(held_out)} would be held out by the fraction {fraction:g}; "
-                     f"expected some on both sides. {advice}.")
+    if len(draws) > 1:
+        other = float(f"{(min(draws) + max(draws)) / 2:.3f}")
+        if min(draws) < other <= max(draws):
+            advice += f", or another fraction, such as {other:g}"
+    raise ValueError(f"found {len(is_chosen):,} protein(s) in {len(draws):,} families of "
+                     f"{share:.0%} identity, of which {is_chosen.sum():,} would be held out by the "
+                     f"fraction {fraction:g}; expected some on both sides. {advice}.")

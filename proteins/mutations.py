@@ -1,8 +1,7 @@
 """Lists and tables of mutations: read, checked, placed on the proteins that they name.
 
     table = read_mutations("s2648.csv", measured="ddg")
-    proteins, skipped = place_all(table)            # a Protein for each structure and chain
-    text = variants_text(proteins, columns_of(proteins), folder)      # CSV, to be read again
+    proteins, note = place_all(table)               # a Protein for each structure and chain
     protein = scan_sequence("mine", "MKTAYIAKQ")    # all single mutations
 
 A list has one variant per line, such as A12V or A12V:G45D; text after # is left out. A table (CSV,
@@ -10,13 +9,12 @@ commas or tabs) has a column `mutation` with such variants, and perhaps pdb_file
 the folder of the table), chain (which is mutated), context (names of other chains, such as "B C",
 that the model shall see), or sequence (of the wild type, where there is no structure), and any
 others. A12V: the wild type's letter, the residue's number in the file, with its insertion code if
-it has one (A12BV), the mutant's letter. All mutations of a variant are in one chain. Writes
-nothing. No model here.
+it has one (A12BV), the mutant's letter. All mutations of a variant are in one chain. Variants that
+change nothing (A12A) or have a stop (A12*), as a deep mutational scan has, are counted and left
+out. Writes nothing. No model here.
 """
 from __future__ import annotations
 
-import csv
-import io
 import math
 import os
 import re
@@ -25,16 +23,16 @@ from typing import NamedTuple
 
 import numpy as np
 
+from proteins.csv_files import (MAX_LISTED, check_cells, read_number, read_rows, read_table_text,
+                                refuse_all, table_columns)
 from proteins.letters import AMINO_ACIDS, LETTERS, decode, encode
-from proteins.numbering import NamedSites, describe_misfits, describe_misnumbered
+from proteins.numbering import NamedSites, describe_misnumbered
 from proteins.sequences import is_nucleotides
 from proteins.structures import (Chain, Complex, Structure, numbers_near, parse_positions,
                                  read_structure)
-from proteins.tables import (MAX_LISTED, check_cells, read_rows, read_table_text, refuse_all,
-                             table_columns)
 
 OPTIONAL_COLUMNS = ("pdb_file", "chain", "context", "sequence")
-LARGEST_VALUE = 1e100   # that is measured, so that sums of squares stay finite
+STOP = "*"              # in place of a mutant's letter
 SHOWN = 8               # letters of a sequence that stand for its name
 
 
@@ -53,13 +51,16 @@ class Variant(NamedTuple):
     line: int                           # from 1
     cells: dict[str, str]               # {column: text}; of a list: {"mutation": text}
     mutations: tuple[Mutation, ...]
-    measured: float                     # nan: none
+    measured: float = math.nan          # nan: none
+    pdb_file: Path | None = None        # that a line of a table names
 
 
 class MutationTable(NamedTuple):
     """A list or table of variants."""
     path: Path
     variants: list[Variant]
+    n_unchanged: int = 0                # lines left out whose variant changes nothing
+    n_stops: int = 0                    # lines left out whose variant has a stop
 
     @property
     def names_structures(self) -> bool:
@@ -70,8 +71,7 @@ class MutationTable(NamedTuple):
         """The files that it names, each once."""
         if not self.names_structures:
             return []
-        names = {variant.cells["pdb_file"]: None for variant in self.variants}
-        return [self.path.parent / name for name in names]
+        return list(dict.fromkeys(variant.pdb_file for variant in self.variants))
 
     @property
     def has_sequences(self) -> bool:
@@ -109,12 +109,6 @@ class Placement(NamedTuple):
     misfits: list[tuple[Variant, str]]  # and why it does not fit
 
 
-class Skipped(NamedTuple):
-    """Texts on variants that are left out because they do not fit."""
-    variants: list[str]                 # one of each
-    notes: list[str]                    # one of each chain that another numbering may explain
-
-
 def read_mutations(path: str | Path, measured: str | None = None) -> MutationTable:
     """Read a list or table of variants.
 
@@ -123,27 +117,38 @@ def read_mutations(path: str | Path, measured: str | None = None) -> MutationTab
     Raises: ValueError that lists the problems by line.
     """
     path = Path(path)
+    rows, is_list = lines_of(path, measured)
     variants = []
+    n_unchanged = 0
+    n_stops = 0
     problems = []
-    for line, row in lines_of(path, measured):
+    for line, row in rows:
         try:
             cells = check_cells(row)
-            value = read_value(cells[measured], measured) if measured else math.nan
-            variants.append(Variant(line, cells, read_variant(cells["mutation"]), value))
-            check_structure_file(path, cells)
+            mutations = read_variant(cells["mutation"], is_list)
+            if any(mutation.mutant == STOP for mutation in mutations):
+                n_stops += 1
+            elif any(mutation.mutant == mutation.wild_type for mutation in mutations):
+                n_unchanged += 1
+            else:
+                variants.append(Variant(line, cells, mutations, read_value(cells, measured),
+                                        structure_file(path, cells)))
         except ValueError as error:
             problems.append(f"line {line}: {error}")
     refuse_all(path, problems)
+    table = MutationTable(path, variants, n_unchanged, n_stops)
     if not variants:
-        raise ValueError(f"{path} holds no variant; expected one per line, such as A12V or "
-                         "A12V:G45D.")
-    return MutationTable(path, variants)
+        nothing = describe_left_out(table) or f"{path} holds no variant"
+        raise ValueError(f"{nothing}; expected one per line, such as A12V or A12V:G45D.")
+    return table
 
 
 def place_all(table: MutationTable, structure: str | Path | None = None, chain: str | None = None,
               fixed: list[str] | None = None, see_all: bool = True,
-              ca_only: bool = False) -> tuple[list[Protein], Skipped]:
-    """Group the variants by structure, chain and context, and find their residues.
+              ca_only: bool = False) -> tuple[list[Protein], str]:
+    """Find the residues of the variants; those of one structure, chain and context are a Protein.
+
+    A copy of a structure in another file is the same structure.
 
     Args:
         structure: path, for a table that names none.
@@ -151,8 +156,8 @@ def place_all(table: MutationTable, structure: str | Path | None = None, chain: 
         fixed:     names of the context chains, for lines that give none.
         see_all:   if neither says which: take all other protein chains as context, or none.
         ca_only:   read structures for a CA-only model.
-    Returns: proteins in the order of the table; texts on the variants that do not fit their
-        structure, which are left out.
+    Returns: proteins in the order of the table; a text on what is left out because it does not fit
+        its structure, changes nothing or has a stop, or "".
     Raises: ValueError for a table without structures, for those that cannot be read, absent chains,
         if none is left, and where so few fit that the numbers are hardly those of the structure,
         see describe_misnumbered.
@@ -161,51 +166,35 @@ def place_all(table: MutationTable, structure: str | Path | None = None, chain: 
         raise ValueError(f"{table.path} has no column pdb_file; expected the structure of each "
                          "mutation there, or, for SEDD, the wild type's sequence in a column "
                          "sequence.")
-    groups = {}
-    for variant in table.variants:
-        cells = variant.cells
-        path = Path(structure) if structure else table.path.parent / cells["pdb_file"]
-        name = cells.get("chain") or chain
-        context = fixed
-        if cells.get("context"):
-            context = cells["context"].replace(",", " ").split()
-        if context is None and not see_all:
-            context = []
-        key = (path, name, None if context is None else tuple(context))
-        groups.setdefault(key, []).append(variant)
-    structures = {}
-    placements = []
+    files = {}          # path -> Structure
+    groups = {}         # content of chains -> (their Complex, variants)
     problems = []
-    for (path, name, context), variants in groups.items():
+    named = variants_by_name(table, structure, chain, fixed, see_all)
+    for (path, name, context), variants in named.items():
         try:
-            if path not in structures:
-                structures[path] = read_structure(path, ca_only)
-            complex = choose_complex(structures[path], [name] if name else None, context)
-            if len(complex.design) > 1:
-                raise ValueError(f"{path} has the protein chains {' '.join(complex.design)}; "
+            if path not in files:
+                files[path] = read_structure(path, ca_only)
+            chosen = choose_complex(files[path], [name] if name else None, context)
+            if len(chosen.design) > 1:
+                raise ValueError(f"{path} has the protein chains {' '.join(chosen.design)}; "
                                  "expected one, or a column chain (or --chains of "
                                  "score_mutations.py), which says which is mutated")
         except (ValueError, OSError) as error:
             problems.append(f"line {variants[0].line}: {error}")
             continue
-        shown = variants[0].cells.get("pdb_file", str(path))
-        protein = Protein(shown, structures[path], complex, [], [])
-        placements.append(place(protein, variants, f"chain {protein.chain} of {shown}"))
+        groups.setdefault(content_of(chosen), (chosen, []))[1].extend(variants)
     refuse_all(table.path, problems)
+    placements = []
+    for chosen, variants in groups.values():
+        variants.sort(key=lambda variant: variant.line)
+        shown = variants[0].cells.get("pdb_file", str(structure))
+        protein = Protein(shown, chosen.structure, chosen, [], [])
+        placements.append(place(protein, variants, f"chain {protein.chain} of {shown}"))
     return what_fits(table, placements)
 
 
-def place_named(table: MutationTable, ca_only: bool = False) -> tuple[list[Protein], Skipped]:
-    """The proteins of a table that names them, each chain without others as context. As place_all,
-    or place_on_sequences. Raises: ValueError."""
-    if table.has_sequences:
-        return place_on_sequences(table)
-    return place_all(table, see_all=False, ca_only=ca_only)
-
-
-def place_on_sequences(table: MutationTable,
-                       wild_type: tuple[str, str] | None = None
-                       ) -> tuple[list[Protein], Skipped]:
+def place_on_sequences(table: MutationTable, wild_type: tuple[str, str] | None = None
+                       ) -> tuple[list[Protein], str]:
     """As place_all, of a table whose column `sequence` has the wild type of each mutation. Its
     residues are numbered from 1. There is no structure: all coordinates are 0.
 
@@ -249,19 +238,19 @@ def scan_structure(path: str | Path, chains: list[str] | None = None,  # noqa: P
     wanted = range(len(labels))
     if positions:
         wanted, _ = parse_positions(" ".join(positions), structure, names)
-    complexes = [whole]
+    parts = [whole]
     if not see_all:
-        complexes = [Complex(structure, [name]) for name in names]
+        parts = [Complex(structure, [name]) for name in names]
     proteins = []
-    for complex in complexes:
-        protein = Protein(str(path), structure, complex, [], [])
-        rows = {}       # label -> row of the complex
-        for name in complex.design:
-            for row, number in zip(complex.rows([name]), structure.chains[name].numbers):
+    for part in parts:
+        protein = Protein(str(path), structure, part, [], [])
+        rows = {}       # label -> row of the part
+        for name in part.design:
+            for row, number in zip(part.rows([name]), structure.chains[name].numbers):
                 rows[name, number] = int(row)
         for name, number in (labels[position] for position in wanted):
             row = rows.get((name, number))
-            if number and row is not None and complex.mask[row]:
+            if number and row is not None and part.mask[row]:
                 add_all_letters(protein, row, number, {"chain": name})
         if protein.variants:
             proteins.append(protein)
@@ -298,7 +287,7 @@ def add_all_letters(protein, row, number, cells):
     for mutant in AMINO_ACIDS.replace(wild_type, ""):
         mutation = Mutation(wild_type, number, mutant)
         own = {**cells, "mutation": str(mutation)}
-        protein.variants.append(Variant(0, own, (mutation,), math.nan))
+        protein.variants.append(Variant(0, own, (mutation,)))
         protein.changes.append([(row, LETTERS.index(mutant))])
 
 
@@ -313,47 +302,6 @@ def protein_of_sequence(name, text):
                   np.ones(len(letters), bool), numbers)
     structure = Structure(name, {"A": chain})
     return Protein(name, structure, Complex(structure, ["A"]), [], [])
-
-
-def columns_of(proteins: list[Protein]) -> list[str]:
-    """The columns of the tables that proteins are of, each once."""
-    columns = {}
-    for protein in proteins:
-        columns.update(protein.variants[0].cells)
-    return list(columns)
-
-
-def variants_text(proteins: list[Protein], columns: list[str], folder: Path) -> str:
-    """CSV of the variants of proteins, with their own cells; paths relative to `folder`."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
-    writer.writeheader()
-    for protein in proteins:
-        path = path_in(folder, protein)
-        for variant in protein.variants:
-            writer.writerow(cells_with(path, variant))
-    return text.getvalue()
-
-
-def path_in(folder: Path, protein: Protein) -> str:
-    """The path of a protein's structure, relative to a folder; of a sequence alone empty."""
-    if not protein.has_structure:
-        return ""
-    return os.path.relpath(absolute(Path(protein.structure.name)), folder.resolve())
-
-
-def cells_with(path: str, variant: Variant) -> dict[str, str]:
-    """{column: text} of a variant, with another pdb_file if it has one and the path is not empty.
-    """
-    cells = dict(variant.cells)
-    if path and "pdb_file" in cells:
-        cells["pdb_file"] = path
-    return cells
-
-
-def absolute(path: Path) -> Path:
-    """A path with links to folders followed, on which ".." depends, but not that of the file."""
-    return path.parent.resolve() / path.name
 
 
 def measured_values(protein: Protein) -> dict[tuple, list[float]]:
@@ -380,19 +328,6 @@ def refuse_long(where: str | Path, proteins: list[Protein], longest: float) -> N
     refuse_all(where, problems, "proteins")
 
 
-def describe_skipped(table: MutationTable, skipped: Skipped) -> str:
-    """A text on the variants that place_all has left out; "" if there are none."""
-    n = len(skipped.variants)
-    if not n:
-        return ""
-    lines = [f"{table.path}: {n:,} of {len(table.variants):,} variants do not fit their protein "
-             "and are left out:", *skipped.variants[:MAX_LISTED]]
-    if n > MAX_LISTED:
-        lines.append(f"and {n - MAX_LISTED:,} more")
-    lines += skipped.notes[:MAX_LISTED]
-    return "\n  ".join(lines)
-
-
 def find_residues(mutations: tuple[Mutation, ...], chain: Chain) -> list[tuple[int, int]]:
     """[(row of the chain, letter 0 to 19)] of mutations. ValueError for those that do not fit."""
     changes = []
@@ -402,9 +337,9 @@ def find_residues(mutations: tuple[Mutation, ...], chain: Chain) -> list[tuple[i
             near = numbers_near(mutation.number, chain.numbers)
             hint = f" (there is {', '.join(near)})" if near else ""
             raise ValueError(f"there is no residue {mutation.number}{hint}")
-        found = LETTERS[chain.S[row]]
-        if found != mutation.wild_type:
-            raise ValueError(f"residue {mutation.number} is {found}")
+        letter = LETTERS[chain.S[row]]
+        if letter != mutation.wild_type:
+            raise ValueError(f"residue {mutation.number} is {letter}")
         if not chain.resolved[row]:
             raise ValueError(f"residue {mutation.number} lacks atoms of the backbone")
         changes.append((row, LETTERS.index(mutation.mutant)))
@@ -414,7 +349,8 @@ def find_residues(mutations: tuple[Mutation, ...], chain: Chain) -> list[tuple[i
 # ---- lines ----
 
 def lines_of(path, measured):
-    """[(line number, {column: text})] of a table, or of a list as a table with one column."""
+    """[(line number, {column: text})] of a table, or of a list as a table with one column; and
+    whether it is a list."""
     text = read_table_text(path)
     if measured == "":
         raise ValueError("found an empty name of the column of measured values; expected one of "
@@ -423,7 +359,7 @@ def lines_of(path, measured):
         required = ["mutation"]
         if measured:
             required.append(measured)
-        return read_rows(path, required, OPTIONAL_COLUMNS)
+        return read_rows(path, required, OPTIONAL_COLUMNS), False
     if measured:
         raise ValueError(f"{path} is a list; expected a table with the columns mutation and "
                          f"{measured} in line 1, so spelt.")
@@ -435,22 +371,25 @@ def lines_of(path, measured):
         words = line.partition("#")[0].strip()
         if words:
             rows.append((number, {"mutation": words}))
-    return rows
+    return rows, True
 
 
-def read_variant(text):
-    """Tuple of Mutation. Raises: ValueError."""
+def read_variant(text, is_line):
+    """Tuple of Mutation; one may change nothing, or to STOP. Raises: ValueError.
+
+    is_line: it is a line of a list, on which several may be meant as variants of their own."""
     mutations = []
     for word in re.findall(r"[^\s:,;+/]+", text):
-        parts = re.fullmatch(rf"([{AMINO_ACIDS}])(-?\d+[A-Za-z]?)([{AMINO_ACIDS}])", word)
+        parts = re.fullmatch(rf"([{AMINO_ACIDS}])(-?\d+[A-Za-z]?)([{AMINO_ACIDS}{STOP}])", word)
         if not parts:
             raise ValueError(f"found {word!a:.60}; expected such as A12V: the wild type's letter, "
                              "the residue's number in the file, the mutant's letter. (A table has "
                              "the column mutation, named in line 1)")
-        mutation = Mutation(*parts.groups())
-        if mutation.wild_type == mutation.mutant:
-            raise ValueError(f"found {word}, which changes nothing")
-        mutations.append(mutation)
+        mutations.append(Mutation(*parts.groups()))
+    if is_line and re.search(r"[\s,;]", text.strip(" \t,;")):
+        joined = ":".join(map(str, mutations))
+        raise ValueError(f"found {text:.60}; expected one variant per line, or {joined:.60} for "
+                         "one that has all these mutations")
     numbers = [mutation.number for mutation in mutations]
     if not numbers or len(set(numbers)) < len(numbers):
         raise ValueError(f"found {text or 'no mutation':.60}; expected one or more, each of "
@@ -458,28 +397,60 @@ def read_variant(text):
     return tuple(mutations)
 
 
-def read_value(text, column):
-    """A measured value; nan for an empty cell. Raises: ValueError."""
-    if not text:
+def read_value(cells, measured):
+    """The measured value in a column; nan for an empty cell, or if there is none to be read.
+
+    Raises: ValueError."""
+    if not measured or not cells[measured]:
         return math.nan
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not abs(value) < LARGEST_VALUE:    # `not <` is true for nan too
-        raise ValueError(f"found {text!a:.60} as {column}; expected a number, or nothing")
-    return value
+    return read_number(cells[measured], measured)
 
 
-def check_structure_file(path, cells):
-    """ValueError for a line of a table that names a file which is not there."""
-    name = cells.get("pdb_file", path.name)
-    if not os.path.isfile(path.parent / name):
-        tried = str(path.parent / name) if name else "(empty cell)"
+def structure_file(path, cells):
+    """The file that a line of the table at `path` names; None for none. ValueError if it is not
+    there."""
+    if "pdb_file" not in cells:
+        return None
+    name = cells["pdb_file"]
+    structure = path.parent / name
+    if not name or not os.path.isfile(structure):
+        tried = str(structure) if name else "(empty cell)"
         raise ValueError(f"there is no file {tried:.200}")
+    return structure
+
+
+def describe_left_out(table):
+    """A text on the lines that read_mutations has left out; "" if there are none."""
+    counts = []
+    if table.n_unchanged:
+        counts.append(f"{table.n_unchanged:,} variant(s) that change nothing")
+    if table.n_stops:
+        counts.append(f"{table.n_stops:,} variant(s) with a stop")
+    if not counts:
+        return ""
+    return f"{table.path}: {' and '.join(counts)} are left out"
 
 
 # ---- structures ----
+
+def variants_by_name(table, structure, chain, fixed, see_all):
+    """{(path, chain, names of the context chains) as lines name them: their variants}.
+
+    A chain or context that neither a line nor the options name is None; see place_all."""
+    named = {}
+    for variant in table.variants:
+        cells = variant.cells
+        context = fixed
+        if cells.get("context"):
+            context = cells["context"].replace(",", " ").split()
+        if context is None and not see_all:
+            context = []
+        if context is not None:
+            context = tuple(context)
+        path = Path(structure) if structure else variant.pdb_file
+        named.setdefault((path, cells.get("chain") or chain, context), []).append(variant)
+    return named
+
 
 def choose_complex(structure, names, context):
     """Complex of the chains to mutate and their context. ValueError for absent chains.
@@ -487,20 +458,27 @@ def choose_complex(structure, names, context):
     names:   of the chains; None: all of proteins that are no context.
     context: names of the other chains that the model shall see; None: all of proteins.
     """
-    usable = sorted(key for key, chain in structure.chains.items() if chain.resolved.any())
+    usable = sorted(name for name, chain in structure.chains.items() if chain.resolved.any())
     if names is None:
-        names = [key for key in usable if key not in (context or ())]
+        names = [name for name in usable if name not in (context or ())]
     if context is None:
-        context = [key for key in usable if key not in names]
+        context = [name for name in usable if name not in names]
     together = [*names, *context]
-    for key in together:
-        if key not in usable:
-            raise ValueError(f"found chain {key}; expected a protein chain of {structure.name}, "
+    for name in together:
+        if name not in usable:
+            raise ValueError(f"found chain {name}; expected a protein chain of {structure.name}, "
                              f"which has {' '.join(usable) or '(none)'}")
     if not names or len(set(together)) < len(together):
         raise ValueError(f"found the chains {' '.join(together) or '(none)'} of {structure.name}; "
                          "expected each once, those to mutate first")
     return Complex(structure, names, context)
+
+
+def content_of(chosen):
+    """What makes a Complex of one mutated chain another protein: letters, coordinates, names of
+    chains, and the numbers by which its residues are found."""
+    name, = chosen.design
+    return chosen.key, chosen.structure.chains[name].numbers
 
 
 def place(protein, variants, where):
@@ -519,54 +497,50 @@ def place(protein, variants, where):
 
 
 def what_fits(table, placements):
-    """(proteins with the variants that fit, Skipped of those that do not) of a table.
+    """(proteins with the variants that fit, text on what is left out) of a table; see place_all.
 
     Raises: ValueError if no variant fits, or too few to take them; see describe_misnumbered."""
     refuse_misnumbered(table.path, placements)
+    misfits = [f"{name_of(variant)}: in {placement.where} {reason}"
+               for placement in placements for variant, reason in placement.misfits]
     proteins = [placement.protein for placement in placements if placement.protein.variants]
-    skipped = Skipped([], [])
-    for placement in placements:
-        for variant, reason in placement.misfits:
-            skipped.variants.append(f"{name_of(variant)}: in {placement.where} {reason}")
-        misfits = [variant for variant, _ in placement.misfits]
-        note = describe_misfits(named_sites(placement.protein, misfits))
-        if note:
-            skipped.notes.append(f"{placement.where}: {note}")
     if not proteins:
-        raise ValueError(f"{table.path}: no variant fits its protein. Found {skipped.variants[0]}.")
-    return proteins, skipped
+        raise ValueError(f"{table.path}: no variant fits its protein. Found {misfits[0]}.")
+    lines = []
+    if misfits:
+        lines.append(f"{table.path}: {len(misfits):,} of {len(table.variants):,} variants do not "
+                     "fit their protein and are left out:")
+        lines += [f"  {text}" for text in misfits[:MAX_LISTED]]
+    if len(misfits) > MAX_LISTED:
+        lines.append(f"  and {len(misfits) - MAX_LISTED:,} more")
+    if describe_left_out(table):
+        lines.append(describe_left_out(table))
+    return proteins, "\n".join(lines)
 
 
 def refuse_misnumbered(path, placements):
-    """ValueError that names each chain of which too few variants fit, and all others together,
-    which may have too few variants each to tell."""
-    by_chain = {}       # placements of one chain differ in its context
-    for placement in placements:
-        key = (placement.protein.structure.name, placement.protein.chain)
-        by_chain.setdefault(key, []).append(placement)
+    """ValueError that names each protein of which too few residues have the letters that variants
+    name, and all others together, which may have too few residues each to tell."""
     problems = []
     others = []
-    sites_of_others = []
-    for of_chain in by_chain.values():
-        variants = [variant for placement in of_chain for variant in placement.variants]
-        sites = named_sites(of_chain[0].protein, variants)
-        text = describe_misnumbered([sites], first_misfit(of_chain))
+    for placement in placements:
+        text = describe_misnumbered([sites_of(placement)], first_misfit([placement]))
         if text:
-            problems.append(f"{of_chain[0].where}: {text}")
+            problems.append(f"{placement.where}: {text}")
         else:
-            others += of_chain
-            sites_of_others.append(sites)
-    text = describe_misnumbered(sites_of_others, first_misfit(others))
+            others.append(placement)
+    text = describe_misnumbered([sites_of(placement) for placement in others], first_misfit(others))
     if text:
         problems.append(f"all {'other ' if problems else ''}proteins together: {text}")
     refuse_all(path, problems, "proteins")
 
 
-def named_sites(protein, variants):
-    """The NamedSites of variants of a protein."""
-    sites = [tuple((mutation.wild_type, mutation.number) for mutation in variant.mutations)
-             for variant in variants]
-    return NamedSites(protein.structure, protein.chain, sites)
+def sites_of(placement):
+    """The NamedSites of the variants of a placement."""
+    protein = placement.protein
+    sites = {(mutation.wild_type, mutation.number)
+             for variant in placement.variants for mutation in variant.mutations}
+    return NamedSites(protein.structure.chains[protein.chain], sites)
 
 
 def first_misfit(placements):

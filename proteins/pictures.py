@@ -44,9 +44,12 @@ def draw_scan(proteins: list[Protein], scores: list[np.ndarray], path,
     from matplotlib.figure import Figure
     blocks = []     # (title, labels, wild types, cells (20, n), marks (20, n))
     for number, protein in enumerate(proteins):
-        of_protein = np.full(len(protein.variants), UNMARKED) if marks is None else marks[number]
+        if marks is None:
+            protein_marks = np.full(len(protein.variants), UNMARKED)
+        else:
+            protein_marks = marks[number]
         for chain in protein.complex.design:
-            blocks += blocks_of(protein, chain, scores[number], of_protein)
+            blocks += blocks_of(protein, chain, scores[number], protein_marks)
     limit = float(np.quantile(np.abs(np.concatenate(scores)), WITHIN)) or 1.0
     longest = max(cells.shape[1] for *_, cells, _ in blocks)
     width = max(INCHES * longest + 1.6, LEAST_WIDTH)
@@ -134,9 +137,9 @@ def draw_measured(  # noqa: PLR0913  (what is drawn, and what is written beside 
     several = 1 < len(proteins) <= MOST_COLOURS
     n = sum(map(len, scores))
     size = 22 if n < 200 else 9
-    for number, (protein, of_protein) in enumerate(zip(proteins, scores)):
+    for number, (protein, protein_scores) in enumerate(zip(proteins, scores)):
         values = [variant.measured for variant in protein.variants]     # nan is not drawn
-        axis.scatter(values, of_protein, s=size, alpha=0.55, linewidths=0,
+        axis.scatter(values, protein_scores, s=size, alpha=0.55, linewidths=0,
                      color=f"C{number if several else 0}",
                      label=f" {protein.name} {protein.chain}".replace("$", r"\$"))
     if several:

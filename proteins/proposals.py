@@ -1,7 +1,7 @@
 """Which single mutations to measure next: the highest scores of a scan, without those measured.
 
-    measured = measured_sites(of_table)                     # Proteins of a table, from place_all
-    proteins = keep_measured_chains(scanned, of_table, "table.csv")
+    measured = measured_sites(table_proteins)               # of a table, from place_all
+    proteins = keep_measured_chains(scanned, table_proteins, "table.csv")
     chosen = choose_proposals(proteins, scores, measured, top=96, per_position=3)
     text = table_text(*in_order(proteins, scores, chosen), folder)      # proteins/scores.py
 
@@ -45,18 +45,18 @@ def measured_sites(proteins: list[Protein]) -> set[Site]:
     return {site for protein in proteins for site in sites_of(protein)}
 
 
-def keep_measured_chains(proteins: list[Protein], of_table: list[Protein],
+def keep_measured_chains(proteins: list[Protein], table_proteins: list[Protein],
                          path: str | Path) -> list[Protein]:
     """A scan without the chains that a table does not have, such as copies in a complex.
 
     Args:
-        proteins: of the scan.
-        of_table: those that the table is of.
-        path:     of the table, for messages.
+        proteins:       of the scan.
+        table_proteins: those that the table is of.
+        path:           of the table, for messages.
     Raises: ValueError if none is left, or none of their mutations is unmeasured.
     """
-    chains = {chain for protein in of_table for chain in chains_of(protein).values()}
-    measured = measured_sites(of_table)
+    chains = {chain for protein in table_proteins for chain in chains_of(protein).values()}
+    measured = measured_sites(table_proteins)
     kept = []
     n_left = 0
     for protein in proteins:
@@ -67,9 +67,10 @@ def keep_measured_chains(proteins: list[Protein], of_table: list[Protein],
                 changes=[protein.changes[number] for number in numbers]))
             n_left += sum(site not in measured for site in sites_of(kept[-1]))
     if not kept:
-        raise ValueError(f"{path}: found variants of {of_table[0].name}, chain "
-                         f"{of_table[0].chain}, and none of a chain that is scanned; expected some "
-                         "of the same residues with the same numbers.")
+        first = table_proteins[0]
+        raise ValueError(f"{path}: found variants of {first.name}, chain {first.chain}, and none "
+                         "of a chain that is scanned; expected some of the same residues with the "
+                         "same numbers.")
     if not n_left:
         raise ValueError(f"{path} has all mutations of the scan; expected some that are not "
                          "measured.")
@@ -89,8 +90,8 @@ def choose_proposals(proteins: list[Protein], scores: list[np.ndarray], measured
     Returns: fewer than top if no more are left.
     """
     candidates = []
-    for place, (protein, of_protein) in enumerate(zip(proteins, scores)):
-        for number, (site, score) in enumerate(zip(sites_of(protein), of_protein)):
+    for place, (protein, protein_scores) in enumerate(zip(proteins, scores)):
+        for number, (site, score) in enumerate(zip(sites_of(protein), protein_scores)):
             if site not in measured:
                 candidates.append((-float(written(score)), Choice(place, number), site))
     candidates.sort()
@@ -118,13 +119,13 @@ def in_order(proteins: list[Protein], scores: list[np.ndarray],
              chosen: list[Choice]) -> tuple[list[Protein], list[np.ndarray]]:
     """Proteins of one variant each, and their scores, in the order of the choice."""
     ranked = []
-    of_ranked = []
+    ranked_scores = []
     for place, number in chosen:
         protein = proteins[place]
         ranked.append(protein._replace(variants=[protein.variants[number]],
                                        changes=[protein.changes[number]]))
-        of_ranked.append(scores[place][number:number + 1])
-    return ranked, of_ranked
+        ranked_scores.append(scores[place][number:number + 1])
+    return ranked, ranked_scores
 
 
 def marks_of(proteins: list[Protein], measured: Container[Site],
@@ -140,19 +141,19 @@ def marks_of(proteins: list[Protein], measured: Container[Site],
 def sites_of(protein: Protein) -> list[Site]:
     """The Site of each variant of one mutation, in the order of the variants."""
     chains = chains_of(protein)
-    residues = {}           # row of the complex -> (chain, number)
-    for name, key in chains.items():
+    residues = {}           # row of the complex -> (hash of the chain, number)
+    for name, chain_hash in chains.items():
         numbers = protein.structure.chains[name].numbers
         for row, number in zip(protein.complex.rows([name]), numbers):
-            residues[int(row)] = (key, number)
+            residues[int(row)] = (chain_hash, number)
     return [Site(*residues[changes[0][0]], LETTERS[changes[0][1]])
             for changes in protein.changes if len(changes) == 1]
 
 
 def chains_of(protein):
     """{name: hash} of the chains that are mutated."""
-    found = {}
+    hashes = {}
     for name in protein.complex.design:
         chain = protein.structure.chains[name]
-        found[name] = content_key(name, repr(chain.numbers), chain.S)
-    return found
+        hashes[name] = content_key(name, repr(chain.numbers), chain.S)
+    return hashes

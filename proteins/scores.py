@@ -1,6 +1,6 @@
 """Scores of the variants of many proteins: as a table, and against what was measured.
 
-    proteins, skipped = place_all(read_mutations("s2648.csv", measured="ddg"))
+    proteins, note = place_all(read_mutations("s2648.csv", measured="ddg"))
     text = table_text(proteins, scores, folder)             # CSV; scores: (n,) of each protein
     report = correlate_proteins(proteins, scores, lower_is_better=True)
     print(report_text(report, "ddg", lower_is_better=True))
@@ -10,12 +10,13 @@ No model here. Writes nothing.
 import csv
 import io
 import math
+import os
 from pathlib import Path
 
 import numpy as np
 
 from proteins.correlation import FEWEST, Report, correlate
-from proteins.mutations import MutationTable, Protein, cells_with, path_in
+from proteins.mutations import MutationTable, Protein
 
 SCORE = "score"         # the column that is added to a table
 
@@ -34,13 +35,16 @@ def table_text(proteins: list[Protein], scores: list[np.ndarray], folder: Path) 
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     columns = list(proteins[0].variants[0].cells)
-    added = [name for name in naming_cells("", proteins[0]) if name not in columns]
+    added = [name for name in naming_cells(proteins[0], folder) if name not in columns]
     writer.writerow([*added, *columns, SCORE])
-    for protein, of_protein in zip(proteins, scores):
-        path = path_in(folder, protein)
-        own = naming_cells(path, protein)
-        for variant, score in zip(protein.variants, of_protein):
-            cells = cells_with(path, variant)
+    files = {variant.pdb_file for protein in proteins for variant in protein.variants}
+    paths = {file: relative_path(file, folder) for file in files - {None}}
+    for protein, scores_of_variants in zip(proteins, scores):
+        own = naming_cells(protein, folder)
+        for variant, score in zip(protein.variants, scores_of_variants):
+            cells = dict(variant.cells)
+            if variant.pdb_file is not None:
+                cells["pdb_file"] = paths[variant.pdb_file]
             writer.writerow([*(own[name] for name in added), *cells.values(), written(score)])
     return text.getvalue()
 
@@ -50,13 +54,24 @@ def written(score: float) -> str:
     return f"{score:.5f}"
 
 
-def naming_cells(path, protein):
-    """{column: text} that name a protein. path: of its structure, as in the table."""
+def naming_cells(protein, folder):
+    """{column: text} that name a protein, as in a table in a folder."""
     if protein.has_structure:
+        path = relative_path(Path(protein.structure.name), folder)
         return {"pdb_file": path, "chain": protein.chain}
     if "sequence" in protein.variants[0].cells:
         return {}
     return {"name": protein.name}
+
+
+def relative_path(path, folder):
+    """The path of a file, relative to a folder, as text."""
+    return os.path.relpath(absolute(path), folder.resolve())
+
+
+def absolute(path: Path) -> Path:
+    """A path with links to folders followed, on which ".." depends, but not that of the file."""
+    return path.parent.resolve() / path.name
 
 
 def check_measured(proteins: list[Protein], column: str) -> None:

@@ -15,14 +15,12 @@ import torch
 from ddp_setup import seed_for
 
 # The first number of a list that seeds random_words: no two purposes share a stream.
-FOR_SPLIT = 1
 FOR_PAIRS = 2
 FOR_LENGTHS = 3
 FOR_STEPS = 4
 FOR_DEMO = 5
 FOR_COUPLES = 7
-FOR_FOLDS = 8
-FOR_DRAWS = 9
+FOR_SEVERAL = 10
 
 
 def keyed_generator(*parts) -> torch.Generator:

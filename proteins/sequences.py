@@ -41,13 +41,11 @@ USUAL = AMINO_ACIDS.encode()    # letters that need no cleaning
 UNKNOWN = b"X" + RARE.encode()  # letters that are read as X
 ORDER_SEED = 0                  # of the order in which read_sequences gives the proteins of a file
 PADDING = 255                   # no token: makes the length of a protein a multiple of 8, for keys
-# Nucleotides: at least so many letters; this part of them is of NUCLEOTIDES (others are R, Y, ...),
-# and this part each of A, C, G and T or U, as repeats of few letters may be a peptide. A letter of
-# a protein is one of these with a probability of 0.27: 20 in a row come once in 2e11.
 NUCLEOTIDES = b"ACGTUN"
+# A record of at least so many letters is of nucleotides if this share of them is: others are R, Y
+# and the like. A letter of a protein is one of them with a probability of 0.27, of silk 0.83.
 NUCLEOTIDES_LEAST = 20
-NUCLEOTIDES_SHARE = 0.95
-NUCLEOTIDES_EACH = 0.04
+NUCLEOTIDES_SHARE = 0.9
 MOST_NUCLEOTIDES = 0.01         # of the records of a file; more, and it is refused
 
 
@@ -293,13 +291,15 @@ def read_tables(path, report, min_length=1, max_records=None, file=None) -> Iter
     """
     if file is None:
         check_file(path)
-    nucleotides = Nucleotides()
+    n_read = 0
+    n_nucleotides = 0
     tokens = bytearray()
     lengths = []
-    found = itertools.islice(records(path, file), max_records)
-    for n_read, record in enumerate(found, 1):
+    for record in itertools.islice(records(path, file), max_records):
+        n_read += 1
         letters = _clean(path, record, report)
-        if nucleotides.is_found(record, letters):
+        if is_nucleotides(letters):
+            n_nucleotides += 1
             report.n_nucleotides += 1
         elif not letters:
             report.n_empty += 1
@@ -315,7 +315,9 @@ def read_tables(path, report, min_length=1, max_records=None, file=None) -> Iter
             tokens = bytearray()
             lengths = []
     yield _table(tokens, lengths)
-    nucleotides.refuse(path)
+    if n_nucleotides > MOST_NUCLEOTIDES * n_read:
+        raise ValueError(f"{path}: {n_nucleotides:,} of {n_read:,} records are nucleotides; "
+                         "expected proteins. Translate or remove them.")
 
 
 def named_sequences(path) -> Iterator[tuple[str, str]]:
@@ -472,8 +474,8 @@ def _read_pt(path):
                          f"dicts of plain types, each with 'protein_seq'. Save it so, or give "
                          f"FASTA.") from None
     if not isinstance(entries, list) or not entries:
-        found = "an empty list" if entries == [] else type(entries).__name__
-        raise ValueError(f"{path} holds {found}; expected a list of dicts with 'protein_seq'.")
+        kind = "an empty list" if entries == [] else type(entries).__name__
+        raise ValueError(f"{path} holds {kind}; expected a list of dicts with 'protein_seq'.")
     sequences = []
     for number, entry in enumerate(entries, 1):
         sequence = entry.get("protein_seq") if isinstance(entry, dict) else None
@@ -521,47 +523,7 @@ def _table(tokens, lengths):
 def is_nucleotides(letters):
     """Whether these letters, bytes in upper case, are of DNA or RNA and hardly of a protein."""
     n_others = len(letters.translate(None, NUCLEOTIDES))
-    if len(letters) < NUCLEOTIDES_LEAST or n_others > (1 - NUCLEOTIDES_SHARE) * len(letters):
-        return False
-    counts = [letters.count(letter) for letter in (b"A", b"C", b"G")]
-    counts.append(letters.count(b"T") + letters.count(b"U"))
-    return min(counts) > 0 and min(counts) >= NUCLEOTIDES_EACH * sum(counts)
-
-
-class Nucleotides:
-    """Finds the records of nucleotides in a file of proteins, and refuses a file with many.
-
-    Records that are too short to tell are looked at together, when the file has been read.
-    """
-
-    def __init__(self):
-        self.n_records = 0
-        self.lines = []             # of the records found, see records
-        self.short_lines = []       # of the short ones
-        self.short = bytearray()    # letters of these
-
-    def is_found(self, record, letters):
-        """Whether a record is of nucleotides. letters: bytes, cleaned."""
-        _, _, line = record
-        self.n_records += 1
-        if len(letters) < NUCLEOTIDES_LEAST:
-            self.short += letters
-            self.short_lines.append(line)
-        found = is_nucleotides(letters)
-        if found:
-            self.lines.append(line)
-        return found
-
-    def refuse(self, path):
-        """Raise ValueError if a file had many."""
-        lines = self.lines
-        if is_nucleotides(self.short):
-            lines = sorted(lines + self.short_lines)
-        if len(lines) > MOST_NUCLEOTIDES * self.n_records:
-            unit = "entry" if is_pt(path) else "line"
-            raise ValueError(f"{path}: {len(lines):,} of {self.n_records:,} records are "
-                             f"nucleotides, the first in {unit} {lines[0]:,}; expected proteins. "
-                             "Translate or remove them.")
+    return len(letters) >= NUCLEOTIDES_LEAST and n_others <= (1 - NUCLEOTIDES_SHARE) * len(letters)
 
 
 # What no protein has: where it is, and what it means.
@@ -586,7 +548,7 @@ def check_letters(path, record):
     if not wrong:
         return
     before = text[:wrong.start()]
-    found = wrong.group()[:1]
+    sign = wrong.group()[:1]
     unit = "line"
     if is_pt(path):
         unit = "entry"
@@ -595,12 +557,12 @@ def check_letters(path, record):
     column = len(before) - before.rfind("\n")
     reason = "not a letter of a protein sequence. Check that the file is what its name says"
     for characters, why in CHARACTERS_AND_REASONS:
-        if found in characters:
+        if sign in characters:
             reason = why
             break
-    if found == ">" and not before.rpartition("\n")[2].strip():
+    if sign == ">" and not before.rpartition("\n")[2].strip():
         reason = "a header that is indented. Remove the blanks before it"
-    raise ValueError(f"{path}, {unit} {number}, column {column}: found {found!r}, {reason}. "
+    raise ValueError(f"{path}, {unit} {number}, column {column}: found {sign!r}, {reason}. "
                      f"Expected the letters {LETTERS} and {RARE}, and at most one '*' at the end.")
 
 

@@ -1,8 +1,8 @@
 """Protein structures: PDB and mmCIF files, their chains, and positions given as text.
 
-    structure = read_structure("complex.pdb")
-    complex = Complex(structure, design=["A"], fixed=["B"])     # arrays as ProteinMPNN takes them
-    positions, note = parse_positions("A12 A15-A20", structure, ["A"])
+    parsed = read_structure("complex.pdb")
+    structure = Complex(parsed, design=["A"], fixed=["B"])      # arrays as ProteinMPNN takes them
+    positions, note = parse_positions("A12 A15-A20", parsed, ["A"])
 
 Reads .pdb, .ent, .cif, .mmcif; each also with .gz. Writes nothing. Rows are those of the official
 ProteinMPNN parser: one for each residue number from first to last, and for each insertion code. A
@@ -59,7 +59,6 @@ class Chain:
     resolved: np.ndarray        # (L,) bool: all four atoms are there, or CA for a CA-only model
     numbers: tuple              # (L,) residue numbers such as "12" and "12B"; None at gaps
     modified: dict = field(default_factory=dict)    # row -> name, of resolved ones not of the 20
-    label_numbers: tuple = ()   # (L,) label_seq_id of mmCIF as text; None for none, as of PDB
 
     def row_of(self, number: str) -> int | None:
         """The row of a residue number, None if it is not there. Antibodies are often written with
@@ -543,8 +542,7 @@ def _check_backbones(chains):
     only_ca = any(chain.has_only_ca for chain in chains.values())
     if only_ca and not any(chain.resolved.any() for chain in chains.values()):
         raise ValueError("it has CA atoms only; expected N, CA, C and O of each residue. For CA "
-                         f"alone, give weights of a CA-only model, {CA_MODEL}; to "
-                         "split_mutations.py, --ca_only")
+                         f"alone, give weights of a CA-only model, {CA_MODEL}")
 
 
 def _make_chains(models, ca_only):
@@ -582,19 +580,17 @@ def _make_chain(name, places, ca_only):
             if ca_only and k != CA:
                 continue
             atoms = [residue.find_atom(atom_name, "*") for residue in residues]
-            found = [atom.pos.tolist() for atom in atoms if atom is not None]
-            if found:
-                X[row, k] = found[0]
+            places_of_atom = [atom.pos.tolist() for atom in atoms if atom is not None]
+            if places_of_atom:
+                X[row, k] = places_of_atom[0]
     known = np.isfinite(X)
     labels = tuple(f"{number}{code}" if (number, code) in places else None
                    for number, code in rows)
-    labels_of_mmcif = [places[place][0].label_seq if place in places else None for place in rows]
-    label_numbers = tuple(None if number is None else str(number) for number in labels_of_mmcif)
     needed = known[:, [CA]] if ca_only else known
     resolved = needed.all((1, 2))
     _check_coordinates(name, X, resolved)
     modified = {row: residue_name for row, residue_name in modified.items() if resolved[row]}
-    return Chain(S, np.where(known, X, np.float32(0)), resolved, labels, modified, label_numbers)
+    return Chain(S, np.where(known, X, np.float32(0)), resolved, labels, modified)
 
 
 def _check_coordinates(name, X, resolved):

@@ -18,7 +18,6 @@ NO_DATA = ("no proteins are given; expected --data FILE (sequences, or a prepare
            "demo: --config configs/sedd_demo.yaml, or data.demo_proteins=20000.")
 
 
-
 class TrainingData(NamedTuple):
     train: Any                  # Proteins or PreparedProteins
     val: Any                    # Proteins, or None
@@ -44,11 +43,11 @@ def load_data(config, ddp):
         if ddp.is_main:
             check_prepared(data.file, data.val_fraction, data.min_length)
         barrier(ddp)   # the others wait, so that only rank 0 reports an error
-        found = _open_prepared(data.file)
+        training_data = _open_prepared(data.file)
     else:
-        found = _load_file_or_demo(data, config.training.seed, ddp)
+        training_data = _load_file_or_demo(data, config.training.seed, ddp)
     note_progress()
-    return found
+    return training_data
 
 
 def _open_prepared(folder):
@@ -56,10 +55,10 @@ def _open_prepared(folder):
     val = PreparedProteins(folder, "val").read_all()
     train = PreparedProteins(folder)
     meta = read_meta(folder)
-    made_of = meta.release or ", ".join(meta.source or ())
-    hashes = [meta.sets.train.keys_hash, meta.sets.val.keys_hash]
+    hashes = [meta["sets"]["train"]["keys_hash"], meta["sets"]["val"]["keys_hash"]]
     return _training_data(train, val, hashes,
-                          f"{folder}: {len(train) + len(val):,} proteins, prepared from {made_of}")
+                          f"{folder}: {len(train) + len(val):,} proteins, prepared from "
+                          f"{', '.join(meta['source'])}")
 
 
 def _load_file_or_demo(data, seed, ddp):
@@ -122,8 +121,8 @@ def missing_data(data):
                "prepare_uniref50.py again."
     if path.suffix:
         return f"{problem} Check the path."
-    return f"{problem} Check the path. To download and prepare UniRef50 (13 GB): " \
-           f"{_prepare_command(data, path)}; from your own files: the same with --fasta FILE."
+    return f"{problem} Check the path. To make such a folder: {_prepare_command(data, path)} " \
+           "--fasta FILE; UniRef50 (13 GB): bash jobs/download_uniref50.sh first."
 
 
 def _prepare_command(data, folder):

@@ -150,30 +150,20 @@ class Validation(BoundEstimator):
 
 def evaluate(run, log, values, ddp):
     """Validate the averaged weights, add the metrics to `values`, and save the best weights.
-
-    Without validation proteins, the score is the mean training loss of the logged steps since the
-    last evaluation; if no loss was finite, there is no score."""
-    step = run.progress["step"]
+    Without validation proteins there is nothing to do: the last weights are the result."""
     validation = run.validation
-    total, number = run.progress["recent"]
-    if validation is not None:
-        with run.ema.applied(run.bare):
-            bound = validation(run.bare, ddp, run.dtype)
-        values.update(validation.summarise(bound))
-        score = values["val/loss"]
-        if not math.isfinite(score):
-            raise Diverged(f"step {step}: the validation bound is {score}; expected a finite "
-                           f"number. {ADVICE}")
-        log.say(f"step {step:,}: validation {score:.4f} nats per residue, perplexity "
-                f"{values['val/perplexity']:.3f} (unigram {validation.unigram:.3f})")
-    elif number:
-        score = total / number
-    elif step == run.n_iters and not run.progress["best"]:
-        raise Diverged(f"step {step}: all logged losses are nan or infinite; expected finite "
-                       f"numbers. {ADVICE}")
-    else:
+    if validation is None:
         return
-    run.progress["recent"] = [0.0, 0.0]
+    step = run.progress["step"]
+    with run.ema.applied(run.bare):
+        bound = validation(run.bare, ddp, run.dtype)
+    values.update(validation.summarise(bound))
+    score = values["val/loss"]
+    if not math.isfinite(score):
+        raise Diverged(f"step {step}: the validation bound is {score}; expected a finite number. "
+                       f"{ADVICE}")
+    log.say(f"step {step:,}: validation {score:.4f} nats per residue, perplexity "
+            f"{values['val/perplexity']:.3f} (unigram {validation.unigram:.3f})")
     if record_score(run, score, values, ddp):
         save(run, log, ddp, "best.pt")
 
@@ -248,34 +238,45 @@ def perplexity(nats):
 
 def result_lines(result, progress, folder):
     """Lines for the end of a run: a table of bounds, warnings, and where the files are."""
-    best = progress["best"]
-    checkpoints = folder / "checkpoints"
+    best = progress["best"]   # None without validation
+    last = folder / "checkpoints" / "last.pt"
     lines = []
-    bound = ""
     if "val/loss" in result:
-        unigram = math.log(result["val/unigram_perplexity"])
-        rows = [("learned bound (EMA)", result["val/loss"]), ("unigram", unigram)]
-        if "val/exact" in result:
-            rows.append(("exact, of the source", result["val/exact"]))
-        lines.append("  the same validation proteins under   nats per residue   perplexity")
-        for name, nats in rows:
-            lines.append(f"    {name:<33} {nats:>15.4f} {perplexity(nats):>12}")
-        if "val/standard_error" in result:
-            lines.append("    (no model can be below the exact value; standard error "
-                         f"{result['val/standard_error']:.4f})")
-        if best["score"] < result["val/loss"]:
+        lines += bound_lines(result, best["score"])
+    if best is None:
+        lines.append(f"  weights   {last}")
+    else:
+        if best["step"] == 0:
+            lines.append("  ATTENTION: no evaluation was better than that of the initial weights, "
+                         "so best.pt\n    holds these")
+        bound = ""
+        if "val/loss" in result and best["score"] < result["val/loss"]:
             bound = f", bound {best['score']:.4f}"
-        gain = unigram - min(result["val/loss"], best["score"])
-        if gain < LITTLE:
-            said = "no" if gain <= 0 else "hardly"
-            lines.append(f"  ATTENTION: {said} better than the letter frequencies, see\n"
-                         "    'It does not learn' in docs/troubleshooting.md")
-    if best["step"] == 0:
-        lines.append("  ATTENTION: no evaluation was better than that of the initial weights, so "
-                     "best.pt\n    holds these")
-    lines.append(f"  weights   {checkpoints / 'best.pt'} (step {best['step']:,}{bound}) and "
-                 "last.pt")
+        lines.append(f"  weights   {last.with_name('best.pt')} (step {best['step']:,}{bound}) and "
+                     "last.pt")
     samples = folder / "samples" / f"step_{result['step']}.fasta"
     if samples.exists():   # there are none with monitoring.n_samples=0
         lines.append(f"  samples   {samples}")
     return [*lines, f"  metrics   {folder / 'metrics.jsonl'}"]
+
+
+def bound_lines(result, best_bound):
+    """Lines with a table of what was learned, beside what is known of the validation proteins.
+
+    result: metrics of the last evaluation. best_bound: of all evaluations."""
+    unigram = math.log(result["val/unigram_perplexity"])
+    rows = [("learned bound (EMA)", result["val/loss"]), ("unigram", unigram)]
+    if "val/exact" in result:
+        rows.append(("exact, of the source", result["val/exact"]))
+    lines = ["  the same validation proteins under   nats per residue   perplexity"]
+    for name, nats in rows:
+        lines.append(f"    {name:<33} {nats:>15.4f} {perplexity(nats):>12}")
+    if "val/standard_error" in result:
+        lines.append("    (no model can be below the exact value; standard error "
+                     f"{result['val/standard_error']:.4f})")
+    gain = unigram - min(result["val/loss"], best_bound)
+    if gain < LITTLE:
+        said = "no" if gain <= 0 else "hardly"
+        lines.append(f"  ATTENTION: {said} better than the letter frequencies, see\n"
+                     "    'It does not learn' in docs/troubleshooting.md")
+    return lines

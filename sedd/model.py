@@ -10,8 +10,8 @@
 Rotary positions, adaLN-zero conditioning on sigma (not t), scaled dot-product attention. Parameter
 names and initial values are those of the published SEDD code, so that its checkpoints load. There
 are no buffers, so DDP has nothing to broadcast, and a cast to bfloat16 does not round the rotary
-tables. Needs torch alone; reads and writes nothing. FastSEDD of sedd/fast_cpu.py is a SEDD that
-computes the same numbers faster on a CPU.
+tables. What stands here is what trains, on every device: where a CPU has a faster way, a function
+that is called here takes it (sedd/fast_cpu.py, training/fast_linear.py). Reads and writes nothing.
 Source: Lou, Meng, Ermon 2024, arXiv 2310.16834; adaLN-zero: Peebles, Xie 2023, arXiv 2212.09748.
 """
 import contextlib
@@ -20,7 +20,11 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
+
+from sedd.fast_cpu import attention, dropout, gelu, list_rows, take_rows
+from training.fast_linear import fast_linear, on_cpu
 
 
 class SEDD(nn.Module):
@@ -72,20 +76,12 @@ class SEDD(nn.Module):
         # In the published order, in which checkpoints list the averages (EMA) of the parameters.
         self.vocab_embed = TokenTable(vocab_size, hidden_size)
         self.sigma_map = SigmaEmbedding(cond_dim)
-        self.blocks = nn.ModuleList(self.new_block(hidden_size, n_heads, cond_dim, dropout)
+        self.blocks = nn.ModuleList(Block(hidden_size, n_heads, cond_dim, dropout)
                                     for _ in range(n_blocks))
-        self.output_layer = self.new_head(hidden_size, vocab_size, cond_dim)
+        self.output_layer = Head(hidden_size, vocab_size, cond_dim)
         if init_logits:
             std = init_logits / math.sqrt(hidden_size)
             nn.init.normal_(self.output_layer.linear.weight, std=std)
-
-    def new_block(self, *sizes):
-        """A block of this network, a Block(*sizes)."""
-        return Block(*sizes)
-
-    def new_head(self, *sizes):
-        """The head of this network, a Head(*sizes)."""
-        return Head(*sizes)
 
     def forward(self, xt, sigma, mask=None, wanted=None):
         """Log scores of all tokens at all positions, or at those that are wanted.
@@ -94,7 +90,7 @@ class SEDD(nn.Module):
         sigma:  (B,) floating point, total noise > 0 in nats; NOT the time t.
         mask:   (B, L) bool, True = residue, or None where nothing is padding (faster).
         wanted: (B, L) bool, True where log scores are needed, or None: everywhere. See
-                Graph.wanted in sedd/diffusion.py. On a CPU fewer positions take FastSEDD less time.
+                Graph.wanted in sedd/diffusion.py. On a CPU fewer positions take less time.
         Returns log_score (B, L, V): float32 whatever autocast or the parameters' dtype, float64 for
         a float64 model; 0 at each position's own token, and where not wanted. Values at padding are
         meaningless.
@@ -108,21 +104,25 @@ class SEDD(nn.Module):
             c = F.silu(self.sigma_map(sigma))                                   # (B, cond_dim)
         rotary = rotary_tables(xt.shape[1], self.head_dim, xt.device, exact)
         attended = None if mask is None else mask[:, None, None, :]             # (B, 1, 1, L)
-        # To `exact` before log_score adds an offset, which bfloat16 would round.
-        logits = self.logits(xt, c, rotary, attended, wanted).to(exact)
-        log_score = self.log_score(logits, xt, sigma)
-        return log_score if wanted is None else log_score.masked_fill(~wanted[..., None], 0.0)
-
-    def logits(self, xt, c, rotary, attended, wanted):
-        """Logits (B, L, V) of the head. c: (B, cond_dim), the noise level; wanted: as in forward;
-        the rest as in Block.
-
-        All are computed, as a GPU would be waited for to tell how many are wanted.
-        """
+        rows = None
+        if wanted is not None and on_cpu(xt):   # a GPU would be waited for to tell how many
+            rows = list_rows(wanted)                                            # (n,)
+        *blocks, last_block = self.blocks
         h = self.vocab_embed(xt)                                                # (B, L, H)
-        for block in self.blocks:
+        for block in blocks:
             h = self.run_block(block, h, c, rotary, attended)
-        return self.output_layer(h, c)
+        h = self.run_block(last_block, h, c, rotary, attended, rows)
+        if rows is None:
+            logits = self.output_layer(h, c)                                    # (B, L, V)
+        else:
+            picked = self.output_layer(h, c[rows // xt.shape[1]])               # (n, 1, V)
+            everywhere = picked.new_zeros(*xt.shape, self.vocab_size)
+            logits = everywhere.masked_scatter(wanted[..., None], picked)
+        # To `exact` before log_score adds an offset, which bfloat16 would round.
+        log_score = self.log_score(logits.to(exact), xt, sigma)
+        if wanted is None:
+            return log_score
+        return log_score.masked_fill(~wanted[..., None], 0.0)
 
     def run_block(self, block, *inputs):
         """block(*inputs), of which gradient_checkpointing keeps only the inputs for backward."""
@@ -179,7 +179,8 @@ class Block(nn.Module):
     """Attention and MLP, each scaled, shifted and gated by the noise level: h (B, L, H) -> same.
 
     forward takes h; c (B, cond_dim), the noise level; rotary, see rotary_tables; attended
-    (B, 1, 1, L) bool, True = residue, or None where nothing is padding.
+    (B, 1, 1, L) bool, True = residue, or None where nothing is padding; rows (n,) int64 or None:
+    what follows attention is computed at these rows of h.flatten(0, 1) alone -> (n, 1, H).
     """
 
     def __init__(self, hidden_size, n_heads, cond_dim, dropout):
@@ -187,29 +188,36 @@ class Block(nn.Module):
         self.n_heads = n_heads
         self.dropout = dropout
         self.norm1 = Norm(hidden_size)
-        self.attn_qkv = nn.Linear(hidden_size, 3 * hidden_size, bias=False)
-        self.attn_out = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.attn_qkv = Linear(hidden_size, 3 * hidden_size, bias=False)
+        self.attn_out = Linear(hidden_size, hidden_size, bias=False)
         self.norm2 = Norm(hidden_size)
-        self.mlp = nn.Sequential(nn.Linear(hidden_size, 4 * hidden_size),
-                                 nn.GELU(approximate="tanh"),
-                                 nn.Linear(4 * hidden_size, hidden_size))
+        self.mlp = nn.Sequential(Linear(hidden_size, 4 * hidden_size),
+                                 Gelu(),
+                                 Linear(4 * hidden_size, hidden_size))
         self.adaLN_modulation = zero_linear(cond_dim, 6 * hidden_size)
 
-    def forward(self, h, c, rotary, attended):
+    def forward(self, h, c, rotary, attended, rows=None):
         modulation = self.adaLN_modulation(c)[:, None]                          # (B, 1, 6 H)
         shift1, scale1, gate1, shift2, scale2, gate2 = modulation.chunk(6, dim=-1)
         x = modulated(self.norm1(h), shift1, scale1)
-        branch = self.attn_out(self.attention(self.attn_qkv(x), rotary, attended))
-        h = h + gate1 * F.dropout(branch, self.dropout, self.training)
+        branch = self.attention(self.attn_qkv(x), rotary, attended)
+        if rows is not None:
+            modulation = spread(modulation, rows // h.shape[1])                 # (n, 1, 6 H)
+            gate1, shift2, scale2, gate2 = modulation.chunk(6, dim=-1)[2:]
+            h = take_rows(h, rows)                                              # (n, 1, H)
+            branch = take_rows(branch, rows)
+        branch = self.attn_out(branch)
+        h = h + gate1 * dropout(branch, self.dropout, self.training)
         branch = self.mlp(modulated(self.norm2(h), shift2, scale2))
-        return h + gate2 * F.dropout(branch, self.dropout, self.training)
+        return h + gate2 * dropout(branch, self.dropout, self.training)
 
     def attention(self, qkv, rotary, attended):
         """Softmax attention over all residues of a protein: qkv (B, L, 3 H) -> (B, L, H)."""
-        q, k, v = (split_heads(x, self.n_heads) for x in qkv.chunk(3, dim=-1))
+        q, k, v = qkv.unflatten(-1, (3, self.n_heads, -1)).unbind(2)            # (B, L, heads, e)
         q = rotate(q, rotary)
         k = rotate(k, rotary)
-        return join_heads(F.scaled_dot_product_attention(q, k, v, attn_mask=attended))
+        out = attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attended)
+        return out.transpose(1, 2).flatten(2)
 
 
 class Head(nn.Module):
@@ -231,14 +239,25 @@ def modulated(x, shift, scale):
     return torch.addcmul(shift, x.to(scale.dtype), 1 + scale)
 
 
-def split_heads(x, n_heads):
-    """(B, L, H) -> (B, heads, L, e), with e = H / heads."""
-    return x.unflatten(-1, (n_heads, -1)).transpose(1, 2)
+def spread(x, proteins):
+    """x (B, 1, C), of each protein -> (n, 1, C), of each of n rows. In float32 at least, as the
+    gradient is a sum over hundreds of rows of a protein: too many for bfloat16."""
+    exact = x.to(wide_dtype(x.dtype))
+    return take_rows(exact, proteins).to(x.dtype)
 
 
-def join_heads(x):
-    """(B, heads, L, e) -> (B, L, H)."""
-    return x.transpose(1, 2).flatten(2)
+class Linear(nn.Linear):
+    """nn.Linear, by the fastest product that this CPU has."""
+
+    def forward(self, x):
+        return fast_linear(x, self.weight, self.bias)
+
+
+class Gelu(nn.Module):
+    """GELU by its tanh approximation."""
+
+    def forward(self, x):
+        return gelu(x)
 
 
 class Norm(nn.Module):
@@ -263,20 +282,23 @@ def zero_linear(n_in, n_out):
 
 
 def rotary_tables(L, head_dim, device, dtype):
-    """Cosines and sines of position x frequency, each (L, head_dim / 2); positions count from 0."""
+    """Cosines and sines of position x frequency, each (L, 1, head_dim), for `rotate`; positions
+    count from 0, the frequencies repeat in the second half, where the sines change sign."""
     exponent = -torch.arange(0, head_dim, 2, device=device, dtype=dtype) / head_dim
     angle = torch.outer(torch.arange(L, device=device, dtype=dtype), 10000.0 ** exponent)
-    return angle.cos(), angle.sin()
+    cos = torch.cat([angle.cos(), angle.cos()], dim=-1)
+    sin = torch.cat([-angle.sin(), angle.sin()], dim=-1)
+    return cos[:, None], sin[:, None]
 
 
 def rotate(x, rotary):
-    """Rotary embedding of x (B, heads, L, e): rotates the pair of entries i and i + e/2.
+    """Rotary embedding of x (B, L, heads, e): rotates the pair of entries i and i + e/2.
 
     Source: arXiv 2104.09864, in half-split order.
     """
     cos, sin = (table.to(x.dtype) for table in rotary)
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
+    partner = x.roll(x.shape[-1] // 2, dims=-1)     # i + e/2 at i, and i at i + e/2
+    return torch.addcmul(x * cos, partner, sin)
 
 
 def wide_dtype(dtype):
@@ -312,14 +334,6 @@ def load_official(model, state, use_ema=True):
     Raises ValueError naming what is missing, unexpected or of another shape; the model is then
     unchanged.
     """
-    weights, used = fitting_weights(model, state, use_ema)
-    model.load_state_dict(weights)
-    return used
-
-
-def fitting_weights(model, state, use_ema=True):
-    """(state dict for model.load_state_dict, "ema" or "model"): see load_official. The model may be
-    without storage, on the device "meta"."""
     weights = state["model"] if isinstance(state.get("model"), dict) else state
     weights = {name.removeprefix("module."): value for name, value in weights.items()}
     # The published code stores the rotary frequencies: the only trace of the number of heads.
@@ -346,7 +360,8 @@ def fitting_weights(model, state, use_ema=True):
         raise ValueError(f"The weights do not fit this model ({len(problems)} differences): "
                          f"{'; '.join(problems[:8])}. Build SEDD with the sizes of the "
                          f"checkpoint.")
-    return weights, "ema" if use_ema else "model"
+    model.load_state_dict(weights)
+    return "ema" if use_ema else "model"
 
 
 class EMA:
@@ -363,61 +378,55 @@ class EMA:
         self.decay = decay
         self.num_updates = 0
         self.shadow_params = [p.detach().to(wide_dtype(p.dtype), copy=True)
-                              for p in parameters if p.requires_grad]
+                              for p in trainable(parameters)]
 
     @torch.no_grad()
-    def update(self, parameters, skip=None):
-        """Move the averages towards the parameters; call once after each optimiser step.
-
-        skip: 0-dimensional bool on the parameters' device; True: the averages stay. num_updates
-            grows even then: the caller corrects it later, when the flag has reached the host.
-        """
-        live = self._matched([p.detach() for p in parameters if p.requires_grad], "parameters")
+    def update(self, parameters):
+        """Move the averages towards the parameters; call once after each optimiser step."""
         self.num_updates += 1
         decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
-        live = [p.to(average.dtype) for p, average in zip(live, self.shadow_params)]
-        if skip is not None and skip.device.type != "cpu":   # lerp takes no weight on a device
-            move = torch._foreach_sub(live, self.shadow_params)
-            torch._foreach_mul_(move, torch.where(skip, 0.0, 1 - decay))
-            torch._foreach_add_(self.shadow_params, move)
-        elif skip is None or not skip:
-            torch._foreach_lerp_(self.shadow_params, live, 1 - decay)
+        live = [p.detach().to(average.dtype)
+                for p, average in zip(trainable(parameters), self.shadow_params, strict=True)]
+        get_ema_multi_avg_fn(decay)(self.shadow_params, live, self.num_updates)
 
     @contextlib.contextmanager
     def applied(self, model):
         """Put the averages into the model for a `with` block; an error restores the weights too."""
-        parameters = [p.detach() for p in model.parameters() if p.requires_grad]
-        live = self._matched(parameters, "model")
-        weights = [p.clone() for p in live]
-        torch._foreach_copy_(live, self.shadow_params)
+        live = trainable(model.parameters())
+        weights = [p.detach().clone() for p in live]
+        copy_values(self.shadow_params, live)
         try:
             yield model
         finally:
-            torch._foreach_copy_(live, weights)
+            copy_values(weights, live)
 
     def state_dict(self):
         """{"decay", "num_updates", "shadow_params"}, as in published checkpoints; not copied."""
         return {"decay": self.decay, "num_updates": self.num_updates,
                 "shadow_params": self.shadow_params}
 
-    @torch.no_grad()
     def load_state_dict(self, state):
         """Take over a state_dict(). Raises ValueError if its tensors are not of this model."""
-        averages = self._matched(list(state["shadow_params"]), "state")
-        torch._foreach_copy_(self.shadow_params, averages)
+        copy_values(state["shadow_params"], self.shadow_params)
         self.decay = state["decay"]
         self.num_updates = state["num_updates"]
 
-    def _matched(self, tensors, what):
-        found = [tuple(tensor.shape) for tensor in tensors]
-        expected = [tuple(average.shape) for average in self.shadow_params]
-        if found != expected:
-            same = [a == b for a, b in zip(found, expected)]
-            i = same.index(False) if False in same else len(same)
-            raise ValueError(f"{what}: {len(found)} tensors, expected {len(expected)} as in the "
-                             f"averaged model; at index {i}: {found[i:i + 1]}, expected "
-                             f"{expected[i:i + 1]}.")
-        return tensors
+
+def trainable(parameters):
+    return [p for p in parameters if p.requires_grad]
+
+
+@torch.no_grad()
+def copy_values(source, target):
+    """Copy tensors into tensors. Raises ValueError, and copies nothing, unless all have the same
+    shapes."""
+    given = [tuple(tensor.shape) for tensor in source]
+    expected = [tuple(tensor.shape) for tensor in target]
+    if given != expected:
+        raise ValueError(f"averages of {len(given)} tensors of shapes {given[:3]}, ...; expected "
+                         f"{len(expected)} of shapes {expected[:3]}, ..., as in the model.")
+    for value, place in zip(source, target):
+        place.copy_(value)
 
 
 SAVED_BYTES = {"float32": 104, "16 bits": 68}   # for backward per position x width x block
@@ -435,12 +444,11 @@ def flops_per_position(model, length):
     return 6 * weights + 12 * len(model.blocks) * width * length
 
 
-def describe_memory(model, positions, in_float32, optimizer_bytes, copied="averages (EMA)"):
+def describe_memory(model, positions, in_float32, optimizer_bytes):
     """Lines about the memory that training takes on a rank.
 
     model: a SEDD, perhaps on the device "meta". positions: of the largest micro-batch, padded.
     in_float32: whether the blocks compute in float32, not 16 bits. optimizer_bytes: of its state.
-    copied: what a second copy of the weights is for.
     """
     n = sum(p.numel() for p in model.parameters())
     per_block = SAVED_BYTES["float32" if in_float32 else "16 bits"]
@@ -449,14 +457,15 @@ def describe_memory(model, positions, in_float32, optimizer_bytes, copied="avera
         blocks = 1 + 4 / per_block * blocks   # one in full; of each its float32 input (4 bytes)
     activations = positions * model.n_heads * model.head_dim * blocks * per_block
     state = 12 * n + optimizer_bytes
-    total = size(state + activations)
-    return [f"memory of a rank, {n / 1e6:,.2f} million parameters: about {total}",
-            f"  state {size(state)}: weights {size(4 * n)}, gradients {size(4 * n)}, optimizer "
-            f"{size(optimizer_bytes)}, {copied} {size(4 * n)}",
-            f"  activations about {size(activations)}: an estimate, for micro-batches of up to "
-            f"{positions:,} positions"]
+    copy = bytes_as_text(4 * n)
+    return [f"memory of a rank, {n / 1e6:,.2f} million parameters: about "
+            f"{bytes_as_text(state + activations)}",
+            f"  state {bytes_as_text(state)}: weights {copy}, gradients {copy}, optimizer "
+            f"{bytes_as_text(optimizer_bytes)}, averages (EMA) {copy}",
+            f"  activations about {bytes_as_text(activations)}: an estimate, for micro-batches of "
+            f"up to {positions:,} positions"]
 
 
-def size(n_bytes):
+def bytes_as_text(n_bytes):
     """Bytes as text, in MB below 0.1 GB."""
     return f"{n_bytes / 1e9:.2f} GB" if n_bytes >= 1e8 else f"{n_bytes / 1e6:.1f} MB"

@@ -9,16 +9,12 @@ prepare_uniref50.py describes the files. Writes nothing.
 import hashlib
 import json
 import os
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from proteins.letters import LETTERS, N_TOKENS
+from proteins.letters import LETTERS
 from proteins.sequences import Proteins
-from training.config import key, read_fields
-from training.files import read_text
 
 FORMAT = "prepared proteins"
 VERSION = 1
@@ -27,62 +23,21 @@ FILES = {"tokens.bin": np.dtype("u1"), "lengths.bin": np.dtype("<u4"), "keys.bin
 REMAKE = "Remove it, then copy or prepare it again."
 
 
-@dataclass
-class SetMeta:
-    """What meta.json says of a set. length_histogram: (residues, number of proteins)."""
-    proteins: int = key(least=0)
-    residues: int = key(least=0)
-    letter_counts: list[int] = key(least=0)
-    length_histogram: list[tuple[int, int]] = key()
-    keys_hash: str = key()
+def read_meta(folder) -> dict:
+    """The content of meta.json of a folder made by prepare_uniref50.py, which describes it.
 
-
-@dataclass
-class SetsMeta:
-    train: SetMeta
-    val: SetMeta
-
-
-@dataclass
-class Meta:
-    """What meta.json says of a folder. The settings without a type are only compared."""
-    format: str
-    version: int
-    letters: str
-    sets: SetsMeta
-    val_fraction: float = key(least=0, below=1)
-    min_length: int = key(least=1)
-    release: str | None = None
-    source: list[str] | None = None
-    source_bytes: Any = None
-    source_digest: Any = None
-    seed: Any = None
-    max_sequences: Any = None
-
-
-def read_meta(folder) -> Meta:
-    """The Meta in meta.json of a folder made by prepare_uniref50.py, which describes the format.
-
-    Raises FileNotFoundError where it is missing, and ValueError for another format or version.
-    """
+    Raises: ValueError where it is missing, or of another format or version; OSError."""
     path = Path(folder) / "meta.json"
-    if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist; expected a folder made by "
-                                f"prepare_uniref50.py. If {folder} holds sequence files: python "
-                                f"prepare_uniref50.py NEW_FOLDER --fasta FILES. If it is a copy, "
-                                f"copy it again.")
     try:
-        values = json.loads(read_text(path))
-    except (ValueError, RecursionError):
-        raise ValueError(f"{path} cannot be read; expected the JSON of prepare_uniref50.py. "
-                         f"{REMAKE}") from None
-    meta = read_fields(Meta, values, path)
-    found = (meta.format, meta.version, meta.letters)
-    if found != (FORMAT, VERSION, LETTERS):
-        raise ValueError(f"{path} is of format {meta.format!r:.40}, version {meta.version}, "
-                         f"letters {meta.letters!r:.40}; expected {FORMAT!r}, version {VERSION}, "
-                         f"letters {LETTERS!r}. Prepare the data again with this "
-                         "prepare_uniref50.py.")
+        meta = json.loads(path.read_bytes())
+        made_as = (meta["format"], meta["version"], meta["letters"])
+    except (FileNotFoundError, ValueError, TypeError, KeyError):
+        made_as = None
+    if made_as != (FORMAT, VERSION, LETTERS):
+        raise ValueError(f"{path} is missing, or of no prepared folder of version {VERSION}; "
+                         f"expected what prepare_uniref50.py makes. If {folder} holds sequence "
+                         "files: python prepare_uniref50.py NEW_FOLDER --fasta FILES. If it is a "
+                         "copy, copy it again.")
     return meta
 
 
@@ -90,41 +45,27 @@ def check_prepared(folder, val_fraction=None, min_length=None):
     """Refuse a prepared folder that is not whole, or was prepared with other settings than these.
 
     Names and sizes are looked at: the content is checked by its keys when it is read.
-    Raises ValueError naming what differs.
+    Raises: ValueError, naming what differs.
     """
     meta = read_meta(folder)
-    differs = []
+    differences = []
     for name in SETS:
-        entry = getattr(meta.sets, name)
-        for part, dtype in FILES.items():
+        for part, entry in meta["sets"][name]["files"].items():
             path = Path(folder) / name / part
-            n_items = entry.residues if part == "tokens.bin" else entry.proteins
-            expected = n_items * dtype.itemsize
             if not path.is_file():
-                differs.append(f"{name}/{part} is missing, or no file")
-            elif path.stat().st_size != expected:
-                differs.append(f"{name}/{part} has {path.stat().st_size:,} bytes (expected "
-                               f"{expected:,})")
-        of_lengths = (sum(n for _, n in entry.length_histogram),
-                      sum(length * n for length, n in entry.length_histogram))
-        if of_lengths != (entry.proteins, entry.residues):
-            differs.append(f"length_histogram of {name} in meta.json has {of_lengths[0]:,} "
-                           f"proteins, {of_lengths[1]:,} residues (expected {entry.proteins:,}, "
-                           f"{entry.residues:,})")
-        n_letters = len(entry.letter_counts)
-        if n_letters != N_TOKENS or sum(entry.letter_counts) != entry.residues:
-            differs.append(f"letter_counts of {name} in meta.json has {n_letters} letters, "
-                           f"{sum(entry.letter_counts):,} residues (expected {N_TOKENS}, "
-                           f"{entry.residues:,})")
-    if differs:
-        raise ValueError(f"{folder} is not whole: {'; '.join(differs)}. Is it half copied? "
+                differences.append(f"{name}/{part} is missing, or no file")
+            elif path.stat().st_size != entry["bytes"]:
+                differences.append(f"{name}/{part} has {path.stat().st_size:,} bytes (expected "
+                                   f"{entry['bytes']:,})")
+    if differences:
+        raise ValueError(f"{folder} is not whole: {'; '.join(differences)}. Is it half copied? "
                          f"{REMAKE}")
     for name, value in (("val_fraction", val_fraction), ("min_length", min_length)):
-        found = getattr(meta, name)
-        if value is not None and found != value:
-            raise ValueError(f"data.{name} is {value}, but {folder} was prepared with {found}; "
-                             f"expected the same. Set data.{name}={found}, or prepare again "
-                             f"with --{name} {value}.")
+        prepared_with = meta[name]
+        if value is not None and prepared_with != value:
+            raise ValueError(f"data.{name} is {value}, but {folder} was prepared with "
+                             f"{prepared_with}; expected the same. Set data.{name}={prepared_with},"
+                             f" or prepare again with --{name} {value}.")
 
 
 def keys_hash(keys):
@@ -142,18 +83,18 @@ class PreparedProteins:
     def __init__(self, folder, name="train"):
         self.folder = Path(folder)
         self.name = name
-        self.meta = getattr(read_meta(folder).sets, name)
+        self.meta = read_meta(folder)["sets"][name]
         self.bytes_read = 0
         self.files = {part: open(self.folder / name / part, "rb", buffering=0) for part in FILES}
 
     def __len__(self):
-        return self.meta.proteins
+        return self.meta["proteins"]
 
     def length_counts(self):
-        return tuple(np.array(self.meta.length_histogram, np.int64).reshape(-1, 2).T)
+        return tuple(np.array(self.meta["length_histogram"], np.int64).reshape(-1, 2).T)
 
     def letter_counts(self):
-        return np.array(self.meta.letter_counts, np.int64)
+        return np.array(self.meta["letter_counts"], np.int64)
 
     def lengths_of(self, first, last):
         """Residues of proteins first to last - 1: (last - first,) int64."""

@@ -11,14 +11,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import zipfile
 from pathlib import Path
 
 import pytest
 
 import launchers
 from launchers import ROOT
-from mpnn.published import in_package
+from mpnn.weights import in_package
 from mpnn_cases import SMALL
 
 # Several ranks of a test must not share a GPU. TEST_CUDA=1 shows it, to tests that need one.
@@ -184,15 +183,6 @@ def two_hosts(shared):
         launchers.HOST_SHELL = shared / "cluster" / "nsrsh.sh"
         yield cable
         launchers.HOST_SHELL = None
-
-
-@pytest.fixture
-def packed(tmp_path):
-    """A file of the form of torch.save of 10,000 bytes, packed into a few."""
-    path = tmp_path / "packed.pt"
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("data.pkl", bytes(10_000))
-    return path
 
 
 @pytest.fixture

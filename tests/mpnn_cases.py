@@ -4,7 +4,7 @@ import json
 import numpy as np
 import pytest
 
-from mpnn.pairs import Pair, read_pairs
+from dpo.pairs import Pair, read_pairs
 from mpnn.variants import Scoring, score_proteins
 from proteins.structures import BACKBONE, Chain, Complex, Structure
 

@@ -21,7 +21,7 @@ from torch.utils.backend_registration import (_DummyBackendModule,
 import training.precision
 from launchers import code_files
 from sedd_cases import draw_and_score   # noqa: F401  (for on_device)
-from training_runs import take_steps, train  # noqa: F401  (for on_device)
+from training_runs import train  # noqa: F401  (for on_device)
 
 CODE = set(map(str, code_files()))
 

@@ -37,10 +37,10 @@ def seeded(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
-def small_model(graph, kind=SEDD, **kwargs):
+def small_model(graph, **kwargs):
     """A small model whose every parameter matters: what starts at zero is filled."""
     torch.manual_seed(0)
-    model = kind(graph.vocab_size, 32, 2, 4, cond_dim=16, scale_by_sigma=graph.absorb, **kwargs)
+    model = SEDD(graph.vocab_size, 32, 2, 4, cond_dim=16, scale_by_sigma=graph.absorb, **kwargs)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if "adaLN" in name or "output_layer.linear" in name:
@@ -91,6 +91,18 @@ def write_checkpoint(path, graph="absorb", reduction="residue", **more):
                            "data": {"max_length": 40}, "loss": {"reduction": reduction}},
                 "letters": [*range(100, 121)], "lengths": [LENGTHS.get(n, 0) for n in range(32)],
                 **more}, path)
+    return path
+
+
+def write_published(path, checkpoint):
+    """The averages of a checkpoint as a file in the published layout, whose last weights are 0."""
+    model = load_sedd(checkpoint).model
+    exponent = torch.arange(0, model.head_dim, 2) / model.head_dim
+    weights = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
+    torch.save({"model": {**weights, "rotary_emb.inv_freq": 10000.0 ** -exponent},
+                "ema": {"decay": 0.9999, "num_updates": 0,
+                        "shadow_params": [p.detach() for p in model.parameters()]},
+                "step": 0}, path)
     return path
 
 

@@ -5,10 +5,12 @@ import types
 
 import torch
 
-from ddp_setup import Ddp, wrap_ddp
+from ddp_setup import Ddp, gradient_sync, wrap_ddp
+from ddp_watch import watch_run
 from sedd.model import EMA
 from training.config import CommonMonitoring, CommonOptim, CommonTraining, DdpSection
-from training.loop import MicroBatchSampler, Run, open_batches, read_totals, take_step
+from training.loop import (MicroBatchSampler, Run, after_step, exchange, global_count,
+                           next_micro_batches, open_batches, set_learning_rate)
 from training.meter import make_meter
 from training.optimizer import make_optimizer
 from training.precision import grad_scaler
@@ -20,7 +22,7 @@ WIDTH = 3
 def loss_of(model, batch):
     """Squared error: (sum, [sum])."""
     loss = (model(batch["x"])[:, 0] - batch["y"]).square().sum()
-    return loss, loss.detach()[None]
+    return loss, loss.detach().double()[None]
 
 
 class Rows(torch.utils.data.Dataset):
@@ -62,10 +64,10 @@ def toy(n_iters=10, micro_batches=2, lr=0.5, warmup=0,  # noqa: PLR0913  (settin
     optim.warmup = warmup
     config = types.SimpleNamespace(
         training=CommonTraining(accum=micro_batches, **training), optim=optim,
-        monitoring=CommonMonitoring(check_sync_every=0, timing_every=0), ddp=DdpSection())
+        monitoring=CommonMonitoring(check_sync_every=0), ddp=DdpSection())
     config.training.n_iters = n_iters
     wrapped = wrap_ddp(model, ddp)
-    made = make_optimizer(model, lr, optim, ddp)
+    made = make_optimizer(model, lr, optim)
     if optimizer == "sgd":
         made = torch.optim.SGD(model.parameters(), lr=lr, fused=True)
     progress = Start(config, ddp).progress((), {}, n_iters)
@@ -78,13 +80,51 @@ def toy(n_iters=10, micro_batches=2, lr=0.5, warmup=0,  # noqa: PLR0913  (settin
                meter=meter or make_meter(config, ddp, ()))
 
 
+def compute_gradient(run, micro_batches, loss_of, watch, ddp):
+    """The first half of a script's step, which leaves the clipped gradient: its Totals.
+
+    loss_of: function (micro-batch) -> (sum of the loss, sums)."""
+    count = global_count(micro_batches, ddp)
+    sums = 0.0
+    for k, batch in enumerate(micro_batches):
+        torch.manual_seed(batch["seed"])
+        with gradient_sync(run.model, last=k == len(micro_batches) - 1):
+            loss, part = loss_of(batch)
+            run.scaler.scale(loss * ddp.world_size / count).backward()
+        sums = sums + part
+    run.scaler.unscale_(run.optimizer)
+    run.meter.measure_layers("gradients", run.bare)
+    largest = run.config.optim.grad_clip or math.inf
+    norm = torch.nn.utils.clip_grad_norm_(run.bare.parameters(), largest, foreach=True)
+    return exchange(run, sums, count, norm, watch, ddp)
+
+
+def take_step(run, batches, loss_of, watch, ddp):
+    """The step that the scripts write out (test_loop.py compares them): Totals, and what after_step
+    returns."""
+    set_learning_rate(run)
+    totals = compute_gradient(run, next_micro_batches(run, batches), loss_of, watch, ddp)
+    if totals.is_finite:
+        run.scaler.step(run.optimizer)
+        if run.ema is not None:
+            run.ema.update(run.bare.parameters())
+    run.scaler.update()
+    run.optimizer.zero_grad(set_to_none=True)
+    return totals, after_step(run, totals, watch, ddp)
+
+
 def steps(run, n, scale=1.0, ddp=Ddp(), loss_of=loss_of):
-    """Take n steps; yields (learning rate, norm of the gradient, how far the weights moved)."""
-    batches = open_batches(run, Rows(scale), loss_of, ddp)
+    """Take n steps; yields (learning rate, norm of the gradient, how far the weights moved).
+
+    loss_of: function (model, micro-batch)."""
+    def loss(batch):
+        return loss_of(run.model, batch)
+
+    batches = open_batches(run, Rows(scale), loss, ddp)
     for _ in range(n):
         before = [p.detach().clone() for p in run.bare.parameters()]
-        _, norm = take_step(run, batches, loss_of, ddp)
-        read_totals(run)
+        with watch_run(ddp, minutes=0) as watch:
+            totals, _ = take_step(run, batches, loss, watch, ddp)
         moved = math.hypot(*(float((p.detach() - q).norm())
                              for p, q in zip(run.bare.parameters(), before)))
-        yield run.optimizer.param_groups[0]["lr"], float(norm), moved
+        yield run.optimizer.param_groups[0]["lr"], totals.norm, moved

@@ -11,14 +11,13 @@ from torch.utils._pytree import tree_flatten
 
 import train_dpo_ddp
 import train_sedd_ddp
-from ddp_setup import Ddp, load_checkpoint, wrap_ddp
+from ddp_setup import Ddp, load_checkpoint
 from ddp_watch import watch_run
 from launchers import ROOT, fork_ranks
+from toy_run import compute_gradient, toy
 from training.config import load_config
 from training.command_line import prepare_and_train
-from training.loop import global_gradient, open_batches, take_step
 from training.run_folder import take_folder
-from dpo.reference import make_tables
 
 SCRIPTS = {"sedd": train_sedd_ddp, "dpo": train_dpo_ddp}
 
@@ -59,7 +58,7 @@ def timeless(work_dir):
 
 def same_run(a, b):
     """Assert that the last checkpoints and metrics of two run folders are alike, to the last bit,
-    and that b has a's published models, designs and samples."""
+    and that b has a's published models and samples."""
     one, other = (load_checkpoint(str(folder / "checkpoints" / "last.pt")) for folder in (a, b))
     for key in one.keys() - {"config"}:
         assert equal(one[key], other[key]), key
@@ -68,7 +67,7 @@ def same_run(a, b):
                       for folder in (a, b))
         weights = "model_state_dict" if "model_state_dict" in one else "model"
         assert equal(one[weights], other[weights]) and one["step"] == other["step"], path.name
-    for path in [*a.glob("designs/*"), *a.glob("samples/*")]:
+    for path in a.glob("samples/*"):
         assert path.read_bytes() == (b / path.relative_to(a)).read_bytes(), path.name
     assert timeless(a) == timeless(b)
 
@@ -122,27 +121,32 @@ script.main()
 
 
 def gradients(model, schedule, dataset, loss_of, ddp, whole=None):
-    """[{parameter: its gradient, "loss": loss}] of two steps of a MicroBatchSampler. whole:
-    function of a step that gives its loss by the definition; that has one backward then."""
-    wrapped = wrap_ddp(model, ddp)
+    """[{parameter: its gradient, "loss": loss}] of two steps of a MicroBatchSampler. loss_of:
+    function (model, micro-batch). whole: function of a step that gives its loss by the definition;
+    that has one backward then."""
+    run = toy(model=model, ddp=ddp)
+
+    def loss(batch):
+        return loss_of(run.model, batch)
+
     if ddp.world_size > 1:   # as open_batches does
-        warm_up = dataset[schedule.item_of(0, schedule.mine[0])]
-        global_gradient(wrapped, [warm_up], loss_of, ddp)
+        loss(dataset[schedule.item_of(0, schedule.mine[0])])[0].backward()
         model.zero_grad()
     items = iter(schedule)
-    found = []
+    both = []
     for step in range(2):
         if whole:
-            loss = whole(step)
-            loss.backward()
+            mean = whole(step)
+            mean.backward()
         else:
-            totals, _ = global_gradient(wrapped, [dataset[next(items)] for _ in schedule.mine],
-                                        loss_of, ddp)
-            loss = totals.sums[0] / totals.count
-        found.append({"loss": loss.detach().clone(),
-                      **{name: p.grad.clone() for name, p in model.named_parameters()}})
+            micro_batches = [dataset[next(items)] for _ in schedule.mine]
+            with watch_run(ddp, minutes=0) as watch:
+                totals = compute_gradient(run, micro_batches, loss, watch, ddp)
+            mean = totals.sums[0] / totals.count
+        both.append({"loss": mean.detach().clone(),
+                     **{name: p.grad.clone() for name, p in model.named_parameters()}})
         model.zero_grad()
-    return found
+    return both
 
 
 needs_pretended_device = pytest.mark.skipif(
@@ -184,38 +188,20 @@ def train_ready(what, ready):
 
 
 def loss_of(run, what, ddp):
-    """Function (model, batch) of the loss, as a training script makes it."""
-    def micro_batch_loss(model, batch):
+    """Function of a micro-batch: its loss, as a training script makes it."""
+    def loss(batch):
         if what == "sedd":
-            return train_sedd_ddp.micro_batch_loss(model, batch, run.graph, ddp, run.dtype)
-        return train_dpo_ddp.micro_batch_loss(model, batch, run.reference, run.config, ddp,
-                                              run.dtype)
+            return train_sedd_ddp.micro_batch_loss(run.model, batch, run.graph, ddp, run.dtype)
+        return train_dpo_ddp.micro_batch_loss(run.model, batch, run, ddp)
 
-    return micro_batch_loss
-
-
-def take_steps(what, settings, folder, watched, ddp):
-    """Take steps as a training script does, the last two in the context manager `watched()`."""
-    def steps(run, ddp, _):
-        dataset = dataset_of(run, what, ddp)
-        micro_batch_loss = loss_of(run, what, ddp)
-        batches = open_batches(run, dataset, micro_batch_loss, ddp)
-        for _ in range(2):   # the optimizer makes its state
-            take_step(run, batches, micro_batch_loss, ddp)
-        mine = iter([next(batches) for _ in range(4)])
-        with watched():
-            for _ in range(2):
-                take_step(run, mine, micro_batch_loss, ddp)
-
-    train(what, settings, folder, ddp, steps)
+    return loss
 
 
 def dataset_of(run, what, ddp):
     """The data set of micro-batches, as the script's `train` makes it."""
-    seed = run.config.training.seed
     if what == "sedd":
         return train_sedd_ddp.MicroBatchDataset(run.graph, run.noise, run.config.data.max_length,
-                                                run.micro_batches, seed,
+                                                run.micro_batches, run.config.training.seed,
                                                 run.config.loss.reduction)
-    make_tables(run, ddp)
-    return train_dpo_ddp.MicroBatchDataset(run.make_batch, seed)
+    train_dpo_ddp.keep_base_scores(run, ddp)
+    return run.train_set

@@ -36,7 +36,7 @@ import types
 import typing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import yaml
 
@@ -48,11 +48,6 @@ MOST_LISTED = 20             # problems of a config
 MOST_STEPS = 10**12          # of a run: a thousand a second for 30 years
 MOST_LR = 1e3                # far above any that trains
 MOST_PROFILED = 50           # steps of a trace, which is in memory up to its end: MBs a step
-# Keys that are gone, each with the value that a run does without: the default it had, or ANY.
-ANY = object()
-GONE = {"training.min_delta": 0.0, "ddp.static_graph": False, "ddp.broadcast_buffers": False,
-        "ddp.bucket_cap_mb": None, "data.reference_cache": ANY, "memory.structure_cache_mb": ANY,
-        "monitoring.predictor": ANY}
 # Values in messages: a file of a few bytes of YAML can hold a value that prints without end.
 SHORT = reprlib.Repr()
 SHORT.maxstring = 200
@@ -93,47 +88,23 @@ def load_config(cls, path=None, overrides=(), flags=None):
     return config
 
 
-def read_fields(cls, values, source):
-    """Make a dataclass from what a file of JSON or of torch.save holds.
-
-    The values are converted as those of a config are. Keys that the dataclass has not are ignored.
-
-    Args:
-        cls:    dataclass, whose fields may be of any type above, dataclasses, list[T], Any, or a
-            class such as torch.Tensor. A field without default must be in the file.
-        values: mapping, as the file has it.
-        source: path of the file, for messages.
-    Returns: an instance of cls.
-    Raises: ValueError, a sentence on the first value that is missing, of another type or outside
-        the limits of its `key`.
-    """
-    if not isinstance(values, dict):
-        raise ValueError(f"{source} holds {_show(values)}; expected {_name_type(cls)}.")
-    try:
-        return _convert_fields(values, cls, source, f"{source}: ")
-    except ValueError as error:
-        raise ValueError(f"{error}.") from None
-
-
-def key(default=dataclasses.MISSING, *, help="", may_change=False,  # noqa: PLR0913  (all of a key)
-        per_host=False, kind=None, flag=None, **limits):
-    """A field of a dataclass that says everything about a key of a config, or of a file.
+def key(default, *, help="", may_change=False, per_host=False, flag=None, **limits):
+    """A field of a dataclass that says everything about a key of a config.
 
         lr: float = key(3e-4, least=0, most=1e3, help="learning rate")
 
     Args:
-        default: its value where it is not given; left out: it must be given.
+        default: its value where it is not given.
         help: what it means, with its unit, for --help.
         may_change: whether a resumed run may have another value.
         per_host: whether it may differ between hosts.
-        kind: the only model.kind that uses it.
         flag: an option of the command line that sets it, such as "--data".
         limits: of a number, or of each number of a list: least and most, which it may be; above
             and below, which it may not be."""
     unknown = set(limits) - {"least", "most", "above", "below"}
     if unknown:
         raise TypeError(f"key() got {', '.join(unknown)}; expected least, most, above or below")
-    metadata = dict(help=help, may_change=may_change, per_host=per_host, kind=kind, flag=flag)
+    metadata = dict(help=help, may_change=may_change, per_host=per_host, flag=flag)
     return dataclasses.field(default=default, metadata={**metadata, **limits})
 
 
@@ -141,19 +112,20 @@ def key_fields(cls) -> dict[str, dataclasses.Field]:
     """{"section.key": its field, with what `key` says of it} of all keys of a configuration.
 
     cls: its dataclass. A section in a section counts as one key."""
-    found = {}
+    fields = {}
     for section in dataclasses.fields(cls):
         kind = types_of(cls)[section.name]
-        if dataclasses.is_dataclass(kind):
-            found |= {f"{section.name}.{field.name}": field for field in dataclasses.fields(kind)}
-        else:
-            found[section.name] = section
-    return found
+        if not dataclasses.is_dataclass(kind):      # a key of no section
+            fields[section.name] = section
+            continue
+        for field in dataclasses.fields(kind):
+            fields[f"{section.name}.{field.name}"] = field
+    return fields
 
 
-def keys_that(cls, property) -> tuple[str, ...]:
-    """The keys of a configuration that have a property, such as "may_change", by `key`."""
-    return tuple(name for name, field in key_fields(cls).items() if field.metadata.get(property))
+def keys_that(cls, mark) -> tuple[str, ...]:
+    """The keys of a configuration that `key` gave a mark, such as "may_change"."""
+    return tuple(name for name, field in key_fields(cls).items() if field.metadata.get(mark))
 
 
 def config_to_dict(config) -> dict:
@@ -172,32 +144,30 @@ def config_items(config, ignore=()) -> dict:
         if not isinstance(value, dict):     # a key of no section
             items[section] = value
             continue
-        for key, item in value.items():
-            items[f"{section}.{key}"] = item
-    return {key: item for key, item in items.items() if key not in ignore}
+        for name, item in value.items():
+            items[f"{section}.{name}"] = item
+    return {name: item for name, item in items.items() if name not in ignore}
 
 
 def config_differences(former, config, ignore=()) -> list[str]:
     """List the differences between the configuration of a former run and that of now.
 
     Args:
-        former: a configuration, or what config_to_dict made of one. A key that it lacks counts as
-            the default: the run was made before this key existed, and did what the default does.
+        former: a configuration, or what config_to_dict made of one. A key that it lacks, as you
+            have added it since, counts as its default.
         config: the configuration now.
         ignore: dotted keys.
-    Returns: list of "section.key: before -> now"; `now` is (absent) for a key that is gone, if the
-        run did not have its default.
+    Returns: list of "section.key: before -> now"; `now` is (absent) for a key that there is no
+        longer.
     """
     before = config_items(type(config)(), ignore) | config_items(former, ignore)
     now = config_items(config, ignore)
     differences = []
-    for key, value in before.items():
-        if key in GONE and GONE[key] in (value, ANY):
-            continue
-        if key not in now:
-            differences.append(f"{key}: {_show(value)} -> (absent)")
-        elif now[key] != value:
-            differences.append(f"{key}: {_show(value)} -> {_show(now[key])}")
+    for name, value in before.items():
+        if name not in now:
+            differences.append(f"{name}: {_show(value)} -> (absent)")
+        elif now[name] != value:
+            differences.append(f"{name}: {_show(value)} -> {_show(now[name])}")
     return differences
 
 
@@ -234,7 +204,7 @@ class CommonTraining:
     patience: int | None = key(None, least=1,
                                help="evaluations without improvement that stop the run early")
     profile: str | None = key(None, may_change=True,
-                              help="10:13 makes a trace of steps 10 to 13 (training/profile.py)")
+                              help="10:13 makes a trace of steps 10 to 13, for ui.perfetto.dev")
     seed: int = key(0, least=0, help="of all random draws")
 
 
@@ -276,8 +246,6 @@ class CommonMonitoring:
         None, may_change=True, help="Weights & Biases: {project, name, mode}, each optional")
     check_sync_every: int = key(1000, least=0, may_change=True,
                                 help="steps between comparisons of the ranks' weights; 0: off")
-    timing_every: int = key(50, least=0, may_change=True,
-                            help="steps between timed steps (training/meter.py); 0: never")
     log_gradients: bool = key(False, may_change=True,
                               help="each log_freq steps, the norm per layer, before clipping")
     log_weights: bool = key(False, may_change=True, help="the same of the weights")
@@ -346,13 +314,13 @@ class _Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node, deep=False):
         seen = set()
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
+        for name, _ in node.value:
+            if not isinstance(name, yaml.ScalarNode):
                 continue
-            if key.value in seen and key.value != "<<":
-                raise yaml.MarkedYAMLError(problem=f"found the key {key.value!r} again; expected "
-                                                   "each key once", problem_mark=key.start_mark)
-            seen.add(key.value)
+            if name.value in seen and name.value != "<<":
+                raise yaml.MarkedYAMLError(problem=f"found the key {name.value!r} again; expected "
+                                                   "each key once", problem_mark=name.start_mark)
+            seen.add(name.value)
         return super().construct_mapping(node, deep)
 
 
@@ -402,13 +370,13 @@ def _split_override(text, cls):
 
 def _put(raw, dotted, value, where):
     """Put value at the dotted key into the nested dict raw."""
-    *sections, key = dotted.split(".")
+    *sections, name = dotted.split(".")
     for section in sections:
         raw = raw.setdefault(section, {})
         if not isinstance(raw, dict):
             raise ValueError(f"{where}: {section!r} is {_show(raw)}, in the YAML file or by "
                              "another override; expected a section.")
-    raw[key] = value
+    raw[name] = value
 
 
 # ---- dataclasses ----
@@ -435,57 +403,57 @@ def _takes_text(cls, dotted):
     return cls is str or str in typing.get_args(cls)
 
 
-def _unknown(root, cls, key, prefix, where):
+def _unknown(root, cls, name, prefix, where):
     """Error text for a key that section cls does not have; it suggests the most similar key."""
     here = list(types_of(cls))
-    candidates = {name.rpartition(".")[2]: name for name in names_of_keys(root)}
-    candidates |= {name: prefix + name for name in here}
-    near = difflib.get_close_matches(str(key), candidates, 1)
+    candidates = {dotted.rpartition(".")[2]: dotted for dotted in names_of_keys(root)}
+    candidates |= {known: prefix + known for known in here}
+    near = difflib.get_close_matches(str(name), candidates, 1)
     advice = f"Did you mean {candidates[near[0]]!r}?" if near else f"Known here: {', '.join(here)}."
-    if not near or candidates[near[0]].rpartition(".")[0] != prefix.removesuffix("."):
-        advice += " Of keys that are gone, docs/migrating.md says what took their place."
     kind = "key" if prefix else "section or key"
-    return f"{where}: unknown {kind} {prefix + str(key)!r}. {advice}"
+    return f"{where}: unknown {kind} {prefix + str(name)!r}. {advice}"
 
 
 def _make_section(cls, raw, prefix, path, origins, root, problems):
     """Instance of the dataclass cls from a dict as YAML gave it.
 
-    prefix: "" or "section.", to put before its keys. path: of the file, for messages; origins: what
-    to say instead for keys from the command line. root: dataclass of the whole configuration.
-    problems: list of error texts, to which this function appends.
+    Args:
+        prefix: "" or "section.", to put before its keys.
+        path: of the file, for messages.
+        origins: what to say instead for keys from the command line.
+        root: dataclass of the whole configuration.
+        problems: list of error texts, to which this function appends.
     """
     kinds = types_of(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}
     values = {}
-    for key, value in raw.items():
-        dotted = f"{prefix}{key}"
-        where = path
-        for name, text in origins.items():
-            if f"{name}.".startswith(f"{dotted}."):    # the key itself, or a key in this section
-                where = text
-                break
-        if key not in kinds and dotted in GONE:
-            # A number of a file is text. The config.yaml of an older run has these keys.
-            if GONE[dotted] is not ANY and str(value) != str(GONE[dotted]):
-                problems.append(f"{where}: {dotted} is {_show(value)}, and this key is gone; "
-                                f"expected it left out, as {GONE[dotted]} acts. See "
-                                "docs/migrating.md.")
-        elif key not in kinds:
-            problems.append(_unknown(root, cls, key, prefix, where))
-        elif not dataclasses.is_dataclass(kinds[key]):
+    for name, value in raw.items():
+        dotted = f"{prefix}{name}"
+        where = _origin(dotted, origins, path)
+        if name not in kinds:
+            problems.append(_unknown(root, cls, name, prefix, where))
+        elif not dataclasses.is_dataclass(kinds[name]):
             try:
-                values[key] = _convert(value, kinds[key], f"{where}: {dotted}")
-                _check_range(values[key], fields[key], f"{where}: {dotted}")
+                values[name] = _convert(value, kinds[name], f"{where}: {dotted}")
+                _check_range(values[name], fields[name], f"{where}: {dotted}")
             except ValueError as error:
                 problems.append(f"{error}.")
         elif isinstance(value, dict):
-            values[key] = _make_section(kinds[key], value, dotted + ".", path, origins, root,
-                                        problems)
+            values[name] = _make_section(kinds[name], value, dotted + ".", path, origins, root,
+                                         problems)
         else:
             problems.append(f"{where}: section {dotted!r} is {_show(value)}; expected 'key: "
                             "value' lines under it. For its defaults leave the section out.")
     return cls(**values)
+
+
+def _origin(dotted, origins, path):
+    """Where a key, or one in the section of this name, was given: on the command line or in the
+    file."""
+    for given, text in origins.items():
+        if f"{given}.".startswith(f"{dotted}."):
+            return text
+    return path
 
 
 # ---- values ----
@@ -507,29 +475,20 @@ def _name_type(kind):
     if origin is tuple:
         items = [_name_type(item) for item in args if item is not Ellipsis]
         return f"a list, each {items[0]}" if Ellipsis in args else f"[{', '.join(items)}]"
-    if origin is list:
-        return f"a list, each {_name_type(args[0])}"
-    if dataclasses.is_dataclass(kind):
-        return f"a mapping with {', '.join(types_of(kind))}"
     names = {float: "a number", int: "a whole number", bool: "true or false", str: "text",
-             dict: "a mapping {key: value}", list: "a list", type(None): "null"}
-    plain = origin or kind
-    return names.get(plain, f"a {getattr(plain, '__name__', plain)}")
+             dict: "a mapping {key: value}", type(None): "null"}
+    return names[origin or kind]
 
 
-def _convert(value, kind, place):  # noqa: C901  (one branch per kind of type)
-    """Convert a value from a file to the annotated type.
+def _convert(value, kind, place):
+    """Convert a value of YAML to the annotated type.
 
     place: what the value is, for messages: "FILE: section.key". Raises: ValueError, the sentence
     on what does not fit, without its full stop."""
     origin = typing.get_origin(kind)
     args = typing.get_args(kind)
-    if kind is Any:
-        return value
     if origin in (typing.Union, types.UnionType):
         return _convert_to_one(value, args, place)
-    if dataclasses.is_dataclass(kind) and isinstance(value, dict):
-        return _convert_fields(value, kind, place, f"{place}.")
     if origin is typing.Literal and value in args:
         return value
     if kind in (float, int):
@@ -539,17 +498,14 @@ def _convert(value, kind, place):  # noqa: C901  (one branch per kind of type)
     elif kind in (bool, str, type(None)):
         if type(value) is kind:
             return value
-    elif origin in (tuple, list) and isinstance(value, (tuple, list)):
-        one_kind = origin is list or Ellipsis in args
-        kinds = args[:1] * len(value) if one_kind else args
+    elif origin is tuple and isinstance(value, (tuple, list)):
+        kinds = args[:1] * len(value) if Ellipsis in args else args
         if len(value) == len(kinds):
-            return origin(_convert(item, item_kind, f"{place}[{number}]")
-                          for number, (item, item_kind) in enumerate(zip(value, kinds)))
+            return tuple(_convert(item, item_kind, f"{place}[{number}]")
+                         for number, (item, item_kind) in enumerate(zip(value, kinds)))
     elif origin is dict and isinstance(value, dict):
-        return {_convert(key, args[0], f"{place}: key {_show(key)}"):
-                _convert(item, args[1], f"{place}[{_show(key)}]") for key, item in value.items()}
-    elif isinstance(kind, type) and isinstance(value, kind):
-        return value
+        return {_convert(name, args[0], f"{place}: key {_show(name)}"):
+                _convert(item, args[1], f"{place}[{_show(name)}]") for name, item in value.items()}
     quotes = ". Quote it" if kind is str and isinstance(value, bool) else ""
     raise ValueError(f"{place} is {_show(value)}; expected {_name_type(kind)}{quotes}")
 
@@ -568,38 +524,19 @@ def _convert_to_one(value, kinds, place):
     raise ValueError(f"{place} is {_show(value)}; expected {expected}")
 
 
-def _convert_fields(values, cls, place, prefix):
-    """Instance of the dataclass cls. prefix: what to put before the name of a field."""
-    kinds = types_of(cls)
-    fields = {}
-    for field in dataclasses.fields(cls):
-        kind = kinds[field.name]
-        if field.name in values:
-            name = f"{prefix}{field.name}"
-            fields[field.name] = _convert(values[field.name], kind, name)
-            _check_range(fields[field.name], field, name)
-        elif _has_no_default(field):
-            raise ValueError(f"{place} has no {field.name}; expected {_name_type(kind)}")
-    return cls(**fields)
-
-
-def _has_no_default(field):
-    return (field.default is dataclasses.MISSING
-            and field.default_factory is dataclasses.MISSING)
-
-
 def _check_range(value, field, name):
     """Refuse a number, or a list with one, outside the limits that `key` gave the field."""
     limits = field.metadata
-    if isinstance(value, tuple):
-        value = list(value)   # as it is written
-    for number in value if isinstance(value, list) else [value]:
+    is_list = isinstance(value, tuple)
+    numbers = list(value) if is_list else [value]
+    shown = numbers if is_list else value   # as it is written
+    for number in numbers:
         if type(number) not in (int, float):
             continue
         is_inside = (limits.get("least", number) <= number <= limits.get("most", number)
                      and limits.get("above", -math.inf) < number < limits.get("below", math.inf))
         if not is_inside:
-            raise ValueError(f"{name} is {_show(value)}; expected {_range_text(limits)}")
+            raise ValueError(f"{name} is {_show(shown)}; expected {_range_text(limits)}")
 
 
 def _range_text(limits):

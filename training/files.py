@@ -18,7 +18,7 @@ def read_text(path, most=MOST_TEXT_BYTES) -> str:
 
     Raises: ValueError for a device, pipe or folder, for more than `most` bytes, or for another
     encoding; OSError."""
-    refuse_no_file(path)   # reading it may never end
+    check_is_file(path)   # reading it may never end
     with open(path, "rb") as file:
         data = file.read(most + 1)
     if len(data) > most:
@@ -26,10 +26,10 @@ def read_text(path, most=MOST_TEXT_BYTES) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        found = f"{error.reason} at byte {error.start}"
+        reason = f"{error.reason} at byte {error.start}"
         if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-            found = "it begins as UTF-16 does"
-        raise ValueError(f"{path} is no text in UTF-8 ({found}); expected UTF-8. Save it in this "
+            reason = "it begins as UTF-16 does"
+        raise ValueError(f"{path} is no text in UTF-8 ({reason}); expected UTF-8. Save it in this "
                          "encoding.") from None
 
 
@@ -45,7 +45,7 @@ def write_whole(path, write) -> None:
     Makes the folder if it is missing. A link of this name is replaced, and what it leads to stays
     as it is.
     Raises: ValueError for a device, pipe or folder; OSError, which names the file."""
-    refuse_no_file(path)   # the rename would replace it: in a container, /dev/null for all
+    check_is_file(path)   # the rename would replace it: in a container, /dev/null for all
     with naming(path):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         with whole_file(path) as file:
@@ -87,25 +87,21 @@ def naming(path) -> Iterator[None]:
         raise
 
 
-def refuse_no_file(path) -> None:
+def check_is_file(path) -> None:
     """Raises: ValueError for a device, pipe or folder."""
     if os.path.exists(path) and not os.path.isfile(path):
         raise ValueError(f"{path} is no file; expected the name of a file.")
 
 
 def check_zip(path) -> None:
-    """Refuse a file of torch.save that is packed, or of which a part has another checksum than is
-    noted: torch.load does not look, and torch.save packs nothing.
+    """Refuse a file of torch.save of which a part has another checksum than is noted: torch.load
+    does not look.
 
     A file that is no zip passes. Raises: ValueError."""
     if not zipfile.is_zipfile(path):
         return
     try:
         with zipfile.ZipFile(path) as archive:
-            unpacked = sum(part.file_size for part in archive.infolist())
-            if unpacked > os.path.getsize(path):
-                raise ValueError(f"{path} unpacks to {unpacked:,} bytes, more than it has; "
-                                 "expected a file of torch.save.")
             damaged = archive.testzip()
     except zipfile.BadZipFile as error:
         damaged = str(error)

@@ -1,13 +1,14 @@
-"""The parts common to all training scripts: learning rate, step, are ranks alike, best score.
+"""What all training scripts share of a step: learning rate, micro-batches, sums over ranks.
 
     batches = open_batches(run, dataset, loss_of, ddp)
-    while ...:                                        # a step
+    while ...:                                                   # a step, which a script writes out
         set_learning_rate(run)
-        micro_batches = fetch(run, batches)
-        totals, norm = global_gradient(run.model, micro_batches, loss_of, ddp, run, watch)
-        norm = clip_gradient(run, norm)
-        step_optimizer(run, totals)
-        reason, save_due = after_step(run, ddp, watch, at_once)   # to stop here, or ""
+        micro_batches = next_micro_batches(run, batches)
+        count = global_count(micro_batches, ddp)
+        ...                                                      # forward, backward, clip
+        totals = exchange(run, sums, count, norm, watch, ddp)
+        ...                                                      # step, if totals.is_finite
+        reason, save_due = after_step(run, totals, watch, ddp)   # to stop here, or ""
 
 train_sedd_ddp.py and train_dpo_ddp.py call these functions, and add their own config, loss, data
 and evaluation. An optimizer step takes a global batch, which consists of micro-batches. Their
@@ -29,8 +30,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ddp_setup import all_sum, broadcast, gather, gradient_sync, unwrap_ddp
+from ddp_setup import all_sum, broadcast, gather, unwrap_ddp
 from ddp_watch import worker_init
+from training.config import profiled_steps
 from training.meter import StepMeter
 
 
@@ -117,8 +119,7 @@ class Run:
     warmup: int
     meter: StepMeter           # measures time, memory, gradients
     saved_at: float = field(default_factory=time.monotonic)   # of the last one, or the start
-    pending: Any = None        # Pending totals of the last step; None: they have been read
-    requests: float = 0.0      # how many ranks ask to stop or to save, as last read
+    values: dict = field(default_factory=dict)   # metrics of the last report
 
 
 def is_finished(run) -> bool:
@@ -131,15 +132,7 @@ def has_ended(progress, n_iters) -> bool:
     return progress["finished"] == "early stop" or progress["step"] >= n_iters
 
 
-# ---------------------------------------------------------------- the step
-ADVICE = ("A checkpoint, if there is one, holds the weights from before these steps. Begin a new "
-          "run with a lower optim.lr, a higher optim.warmup, or memory.mixed_precision: false.")
-
-
-class Diverged(RuntimeError):
-    """The loss has become nan or infinite. The same command would end in the same way again."""
-
-
+# ---------------------------------------------------------------- micro-batches
 class MicroBatchSampler(torch.utils.data.Sampler):
     """The micro-batches that this rank computes, from step `first` to `last`, for a DataLoader.
 
@@ -186,7 +179,9 @@ def open_batches(run, dataset, loss_of, ddp):
     After its first backward, DDP regroups the gradients into other buckets. With 3 ranks or more
     this changes the order in which it sums them, and so the last bits. Every start therefore runs
     one backward, of one micro-batch on each rank, and drops its result: a resumed run then sums
-    like an uninterrupted one."""
+    like an uninterrupted one.
+
+    loss_of: function of a micro-batch that returns its loss, and more."""
     training = run.config.training
     start = functools.partial(start_worker, signals=training.stop_signals)
     loader = torch.utils.data.DataLoader(
@@ -197,8 +192,10 @@ def open_batches(run, dataset, loss_of, ddp):
     run.bare.train()
     if ddp.world_size > 1:
         item = run.sampler.item_of(run.progress["step"], run.sampler.mine[0])
-        global_gradient(run.model, [dataset[item]], loss_of, ddp)
+        loss, *_ = loss_of(dataset[item])
+        loss.backward()
         run.optimizer.zero_grad(set_to_none=True)
+        run.meter.time_exchange(run.bare)
     run.meter.restart()
     return batches
 
@@ -218,50 +215,26 @@ def as_array(tensor):
     return torch.from_numpy, (tensor.numpy(),)
 
 
-class Totals(NamedTuple):
-    """Sums over all ranks of one step, float64, on the device."""
-    packed: torch.Tensor     # one tensor, of which the others are views: one all-reduce, one copy
-    sums: torch.Tensor       # (n,) as the script's micro_batch_loss returns them
-    count: torch.Tensor      # see global_count
-    bad: torch.Tensor        # number of ranks with a nan or infinite loss or gradient
-    bad_loss: torch.Tensor   # number of ranks with a nan or infinite loss
-    requests: torch.Tensor   # number of ranks that ask all to stop or to save
+def next_micro_batches(run, batches) -> list[dict]:
+    """This rank's micro-batches of the next step. batches: see open_batches."""
+    run.meter.begin(run.progress["step"] + 1)
+    micro_batches = [next(batches) for _ in run.sampler.mine]
+    run.meter.have(micro_batches)
+    return micro_batches
 
 
-N_SCALARS = 4   # number of fields of Totals after `sums`
+# ---------------------------------------------------------------- the step
+ADVICE = ("A checkpoint, if there is one, holds the weights from before these steps. Begin a new "
+          "run with a lower optim.lr, a higher optim.warmup, or memory.mixed_precision: false.")
 
 
-def unpack(packed) -> Totals:
-    """Totals whose fields are views of `packed`, a tensor (n + N_SCALARS,)."""
-    return Totals(packed, packed[:-N_SCALARS], *packed[-N_SCALARS:].unbind())
+class Diverged(RuntimeError):
+    """The loss has become nan or infinite. The same command would end in the same way again."""
 
 
-class Pending:
-    """Totals of a step on their way to the host, which reads them a step later: so it does not wait
-    for the device.
-
-        host      queue step 1    queue step 2, read 1    queue step 3, read 2
-        device                    step 1                  step 2                  step 3
-
-    On a CPU, and where a step is reported or saved, the host reads the step that it has just
-    queued. The event at the end of the copy waits for this step only, not for work queued after
-    it."""
-
-    def __init__(self, totals):
-        self.packed = totals.packed
-        self.arrived = None   # an event; None: they are on the host
-        device = totals.packed.device
-        if device.type != "cpu":
-            self.packed = torch.empty_like(totals.packed, device="cpu", pin_memory=True)
-            self.packed.copy_(totals.packed, non_blocking=True)
-            self.arrived = getattr(torch, device.type).Event()
-            self.arrived.record()
-
-    def read(self) -> Totals:
-        """The totals, on the host. Waits until they have come."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        return unpack(self.packed)
+def due(step, every) -> bool:
+    """Whether something is done after this step. every: number of steps; None or 0: never."""
+    return bool(every) and step % every == 0
 
 
 def set_learning_rate(run) -> None:
@@ -271,83 +244,51 @@ def set_learning_rate(run) -> None:
         group["lr"] = run.lr * share
 
 
-def fetch(run, batches) -> list[dict]:
-    """This rank's micro-batches of the next step, a list. batches: see open_batches."""
-    run.meter.begin(run.progress["step"] + 1)
-    micro_batches = [next(batches) for _ in run.sampler.mine]
-    run.meter.have(micro_batches)
-    return micro_batches
-
-
-def global_count(batches, ddp) -> torch.Tensor:
+def global_count(micro_batches, ddp) -> torch.Tensor:
     """What the mean loss of the global batch is taken over, (), float64, on the device: the sum of
-    "count" (residues, proteins or weights of pairs) of the micro-batches of all ranks."""
-    own = sum(batch["count"] for batch in batches)
+    "count" (residues, proteins or weights) of the micro-batches of all ranks; 1 if that is 0."""
+    own = sum(batch["count"] for batch in micro_batches)
     # `full` writes on the device; a copy from the host would make it wait
-    return all_sum(torch.full((), own, dtype=torch.float64, device=ddp.device), ddp)
+    count = all_sum(torch.full((), own, dtype=torch.float64, device=ddp.device), ddp)
+    return torch.where(count > 0, count, 1.0)
 
 
-def global_gradient(model, batches, loss_of, ddp, run=None,
-                    watch=None) -> tuple[Totals, torch.Tensor]:
-    """Leave the gradient of the mean loss over the global batch in .grad on every rank.
+class Totals(NamedTuple):
+    """A step of all ranks, on the host. It is the same on every rank."""
+    sums: torch.Tensor    # (n,) float64, as the script adds them up
+    count: float          # see global_count
+    norm: float           # of the gradient before clipping
+    requests: float       # number of ranks that ask all to stop or to save
 
-    The counts of all micro-batches are summed first; then each loss sum is divided by this number
-    before its backward pass. Nothing here makes the host wait for the device.
+    @property
+    def is_finite(self) -> bool:
+        """Whether the loss of all ranks and the gradient are finite; else the step is bad."""
+        return math.isfinite(self.norm) and self.loss_is_finite
+
+    @property
+    def loss_is_finite(self) -> bool:
+        """A nan in the sums of one rank is a nan in those of all."""
+        return bool(self.sums.isfinite().all())
+
+
+def exchange(run, sums, count, norm, watch, ddp) -> Totals:  # noqa: PLR0913  (all of a step)
+    """Add up the sums of all ranks, in one small all-reduce. The host waits for the device here.
 
     Args:
-        model: the model wrapped in DDP.
-        batches: this rank's micro-batches, each with its "count" and a "seed" for dropout.
-        loss_of: function (model, batch) -> (loss sum, sums (n,) to add up).
-        run: the Run whose step this is: its scaler and meter are used, and it may ask all ranks to
-            save. None: the gradient alone, as for a warm-up.
-        watch: a Watch (ddp_watch.py), which may ask all ranks to stop; None: nobody asks.
-    Returns: (Totals, norm of the gradient). If totals.bad is not 0, the norm and at least one
-        gradient are nan, on all ranks.
+        sums: (n,) float64, of this rank's micro-batches, on the device.
+        count: see global_count. norm: (), of the gradient, equal on all ranks.
+        watch: a Watch (ddp_watch.py), which may ask all ranks to stop.
     """
-    meter = run.meter if run else StepMeter(ddp)
-    in_float16 = run is not None and run.scaler.is_enabled()
-    count = global_count(batches, ddp)
-    meter.lap("exchange")
-    factor = 1 / torch.where(count > 0, count, 1.0)   # avoids 1 / 0
-    if not in_float16:
-        factor = factor * ddp.world_size   # by which DDP divides
-    own = None   # Totals of this rank
-    for k, batch in enumerate(batches):
-        torch.manual_seed(batch["seed"])   # dropout depends on the micro-batch, not the rank
-        with gradient_sync(model, last=k == len(batches) - 1), meter.passes(model):
-            loss, sums = loss_of(model, batch)
-            part = loss * factor.to(loss.dtype)
-            if in_float16:
-                part = run.scaler.scale(part)
-            part.backward()
-        if own is None:
-            own = unpack(torch.zeros(len(sums) + N_SCALARS, dtype=torch.float64, device=ddp.device))
-        own.sums.add_(sums.detach())   # this adds to own.packed
-        own.bad_loss.add_(~loss.detach().isfinite())
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    if in_float16:
-        # Not before: the largest gradient in float16 must not depend on the number of ranks.
-        for gradient in gradients:
-            gradient.mul_(ddp.world_size)
-    norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
-    own.bad_loss.copy_(own.bad_loss > 0)
-    own.bad.copy_((own.bad_loss > 0) | ~norm.isfinite())
-    own.requests.fill_(request_of(run, watch, ddp))
-    meter.lap("optimizer")   # time since the last lap: for norm and flags
-    totals = unpack(all_sum(own.packed, ddp))
-    meter.lap("exchange")
-    totals.count.copy_(count)
-    # A nan loss on one rank may leave the gradients finite; a GradScaler looks at these alone.
-    spoil = torch.where(totals.bad > 0, math.nan, 1.0)
-    gradients[0].mul_(spoil)
-    return totals, norm * spoil
+    request = sums.new_full((1,), request_of(run, watch, ddp))
+    of_all = all_sum(torch.cat([sums.detach(), request]), ddp)
+    packed = torch.cat([of_all, count[None], norm.double()[None]]).cpu()
+    requests, count_of_all, norm_of_all = packed[-3:].tolist()
+    return Totals(packed[:-3], count_of_all, norm_of_all, requests)
 
 
 def request_of(run, watch, ddp) -> float:
     """1.0 if this rank asks all ranks to stop or to save, else 0.0."""
-    if watch is not None and watch.flag():
-        return 1.0
-    return float(run is not None and save_wanted(run, ddp))
+    return float(watch.flag() or save_wanted(run, ddp))
 
 
 def save_wanted(run, ddp) -> bool:
@@ -358,109 +299,74 @@ def save_wanted(run, ddp) -> bool:
     return time.monotonic() - run.saved_at >= 60 * minutes
 
 
-def clip_gradient(run, norm) -> torch.Tensor:
-    """Scale the gradient down to the norm optim.grad_clip, if its norm is above that.
+def after_step(run, totals, watch, ddp) -> tuple[str, bool]:
+    """Count the step; compare the weights of all ranks every check_sync_every steps.
 
-    norm: of the gradient, as global_gradient returns it.
-    Returns: norm of the gradient before clipping; in float16 without the scale of the loss."""
-    parameters = list(run.bare.parameters())
-    if run.scaler.is_enabled():
-        run.scaler.unscale_(run.optimizer)
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
-    run.meter.measure_layers("gradients", run.bare)
-    largest = run.config.optim.grad_clip or math.inf
-    torch.nn.utils.clip_grads_with_norm_(parameters, largest, norm, foreach=True)
-    return norm
-
-
-def step_optimizer(run, totals) -> None:
-    """Move the weights and their moving averages, and count the step. A bad step, with a nan or
-    infinite loss or gradient, is counted but leaves both as they are.
-
-    totals: of this step, from global_gradient. The host does not wait for them here: it reads those
-    of the step before, which the device has finished by now.
-    Raises: Diverged, see read_totals."""
-    read_totals(run)
-    is_bad = totals.bad > 0   # on the device
-    if not run.scaler.is_enabled():   # else scaler.step skips a step with nan gradients by itself
-        # torch's fused AdamW and our Muon read this attribute, and skip the step if it is 1.
-        run.optimizer.found_inf = is_bad.float()
-    run.scaler.step(run.optimizer)
-    run.scaler.update()
-    run.optimizer.zero_grad(set_to_none=True)
-    if run.ema is not None:
-        run.ema.update(list(run.bare.parameters()), skip=is_bad)
-    run.meter.measure_layers("weights", run.bare)
-    run.meter.finish(totals.sums)
-    run.progress["step"] += 1
-    run.pending = Pending(totals)
-
-
-def take_step(run, batches, loss_of, ddp) -> tuple[Totals, torch.Tensor]:
-    """A step of a training in memory, and of benchmarks and tests: the five calls that a training
-    script writes out, as they are what its reader looks for. Nobody asks it to stop.
-
-    Returns: (Totals, norm of the gradient before clipping)."""
-    set_learning_rate(run)
-    micro_batches = fetch(run, batches)
-    totals, norm = global_gradient(run.model, micro_batches, loss_of, ddp, run)
-    norm = clip_gradient(run, norm)
-    step_optimizer(run, totals)
-    return totals, norm
-
-
-def after_step(run, ddp, watch, at_once) -> tuple[str, bool]:
-    """To be called after each step: count bad steps, compare the weights of all ranks every
-    check_sync_every steps. Raises: see read_totals.
-
-    at_once: wait for the flags of this step; else those of the step before are used.
     Returns: (why all ranks stop here, or ""; whether they save here by the clock of rank 0).
         Requests for both travel together: if there are any, the ranks exchange the reasons for a
-        stop; if none has one, the request was to save."""
-    step = run.progress["step"]
-    if at_once or ddp.device.type == "cpu":
-        read_totals(run)
-    reason = watch.stop_reason(step, flags=run.requests)
-    save_due = run.requests > 0 and not reason
-    if reason or save_due:
-        read_totals(run)   # a checkpoint counts the bad steps up to this one
-    run.requests = 0.0   # answered, those of this step too
+        stop; if none has one, the request was to save.
+    Raises: Diverged, see count_bad_steps."""
+    progress = run.progress
+    progress["step"] += 1
+    step = progress["step"]
+    count_bad_steps(run, totals, ddp)
+    if totals.is_finite:
+        seen = progress["seen"]
+        for name, number in zip(seen, totals.sums[-len(seen):].tolist()):
+            seen[name] += int(number)
+    run.meter.measure_layers("weights", run.bare)
+    run.meter.finish(totals.sums)
+    reason = watch.stop_reason(step, flags=totals.requests)
+    save_due = totals.requests > 0 and not reason
     every = run.config.monitoring.check_sync_every
-    if every and (step % every == 0 or step == run.n_iters):
+    if due(step, every) or (every and step == run.n_iters):
         check_in_sync(run.bare, ddp)
     return reason, save_due
 
 
-def read_totals(run) -> None:
-    """Read the totals of the last step, once: add up `seen`, count bad steps, note requests.
+def count_bad_steps(run, totals, ddp) -> None:
+    """Count a step with a nan or infinite loss or gradient, which the script has skipped.
 
-    Raises: Diverged for more bad steps in a row than training.max_bad_steps."""
-    if run.pending is None:
-        return
-    totals = run.pending.read()
-    run.pending = None
+    Raises: Diverged for more of them in a row than training.max_bad_steps."""
     bad_steps, in_a_row = run.progress["bad_steps"]
-    run.requests = float(totals.requests)
-    if not totals.bad:
+    if totals.is_finite:
         run.progress["bad_steps"] = [bad_steps, 0]
-        seen = run.progress["seen"]
-        for name, number in zip(seen, totals.sums[-len(seen):].tolist()):
-            seen[name] += int(number)
         return
-    if run.ema is not None:
-        run.ema.num_updates -= 1   # ema.update has counted this skipped step
     # In float16 the scaler lowers its scale after each overflow: that is no bad step. But if the
     # scale is below 1, the gradient itself has overflowed.
-    if totals.bad_loss or not run.scaler.is_enabled() or run.scaler.get_scale() < 1:
-        in_a_row += 1
-        run.progress["bad_steps"] = [bad_steps + 1, in_a_row]
+    is_overflow = (totals.loss_is_finite and run.scaler.is_enabled()
+                   and run.scaler.get_scale() * ddp.world_size >= 1)
+    if is_overflow:
+        return
+    run.progress["bad_steps"] = [bad_steps + 1, in_a_row + 1]
     max_bad_steps = run.config.training.max_bad_steps
-    if in_a_row > max_bad_steps:
-        n_ranks = float(totals.bad_loss or totals.bad)
+    if in_a_row + 1 > max_bad_steps:
         raise Diverged(f"step {run.progress['step']}: the loss or its gradient was nan or infinite "
-                       f"in {in_a_row} steps in a row, on {n_ranks:.0f} rank(s) in the last; "
-                       f"expected at most {max_bad_steps}. These steps were skipped. {ADVICE}")
+                       f"in {in_a_row + 1} steps in a row; expected at most {max_bad_steps}. These "
+                       f"steps were skipped. {ADVICE}")
+
+
+def open_trace(run, ddp):
+    """torch's profiler for the steps in training.profile, such as 10:13, started; None without.
+
+    Call step() after each step, and stop() at the end. It writes profile/steps_10-13.json.gz into
+    the run folder, of rank 0, which https://ui.perfetto.dev shows."""
+    text = run.config.training.profile
+    if text is None or not ddp.is_main:
+        return None
+    first, last = profiled_steps(text)
+    done = run.progress["step"]
+    if done >= last:
+        return None
+    before = max(first - 1 - done, 0)
+    schedule = torch.profiler.schedule(wait=before, warmup=0, active=last - done - before, repeat=1)
+    folder = run.work_dir / "profile"
+    folder.mkdir(exist_ok=True)
+    path = folder / f"steps_{first}-{last}.json.gz"
+    trace = torch.profiler.profile(
+        schedule=schedule, on_trace_ready=lambda trace: trace.export_chrome_trace(str(path)))
+    trace.start()
+    return trace
 
 
 # ---------------------------------------------------------------- are all ranks alike?
@@ -523,8 +429,8 @@ def record_score(run, score, values, ddp) -> bool:
     improved = broadcast(best is None or score < best["score"], ddp)
     progress["bad_evals"] = 0 if improved else progress["bad_evals"] + 1
     if improved:
-        found = {name: value for name, value in values.items() if name.startswith("val/")}
-        progress["best"] = {"step": progress["step"], "score": score, **found}
+        validated = {name: value for name, value in values.items() if name.startswith("val/")}
+        progress["best"] = {"step": progress["step"], "score": score, **validated}
     if training.patience is not None and progress["bad_evals"] >= training.patience:
         progress["finished"] = "early stop"
     return improved

@@ -1,52 +1,42 @@
-"""Where a step's time and memory go, and how large gradients and weights are, layer by layer.
+"""How long steps take, and how large gradients and weights are, layer by layer.
 
-A timed step (every monitoring.timing_every-th) is cut into parts, whose shares are logged:
+    run.meter = make_meter(config, ddp, seen=("residues", "tokens"))
+    values = step_values(run, norm, ddp)      # what every script logs of a step
 
-    data       this rank waits for its micro-batches
-    compute    forward and backward passes, until this rank has computed its last gradient. DDP's
-               all-reduce overlaps with the backward pass, and the overlapping part costs no time
-    exchange   what the step then waits for: the rest of the all-reduce, and the sums over ranks of
-               counts (before the passes) and flags. It includes the wait for slower ranks
-    optimizer  the rest: gradient norm, clipping, optimizer (with Muon its exchange of weights), EMA
-
-All parts but the exchange are a rank's own time; the slowest rank is the one with most of it. On a
-CPU the clock is read. On a device, events are put into its queue and read at the next report, so
-that no step waits for the device: the time of a part includes the device's idle time in it. Nothing
-here changes a result. A report on timed steps costs one small collective; by default every 50th
-step is timed, so that such reports are few, but a run of a minute has some.
+Between two reports the clock is read, and the time in which this rank waits for its micro-batches
+is added up. The time of an exchange of all gradients is measured once, at the start
+(time_exchange). Nothing here changes a result.
 """
-import contextlib
-import itertools
+import math
 import sys
 import time
 
 import torch
+import torch.distributed as dist
 
 from ddp_setup import all_sum
 
-PARTS = ("data", "compute", "exchange", "optimizer")
+BUCKET = 25 * 2**20 // 4     # float32 gradients that DDP sums over ranks at a time: 25 MiB
 
 
 class StepMeter:
     """Measures steps from one report to the next, on every rank.
 
     Args:
-        timing_every: steps from one timed step to the next; 0: none is timed.
-        log_freq: steps from one measurement of the layers to the next.
-        layers: what is measured layer by layer, on rank 0: "gradients", "weights", both or none.
         seen: names of the last entries of a step's sums, whose throughput is reported.
+        layers: what is measured layer by layer, on rank 0: "gradients", "weights", both or none.
+        log_freq: steps from one measurement of the layers to the next.
     """
 
-    def __init__(self, ddp, timing_every=0, log_freq=1, layers=(), seen=("items",)):
+    def __init__(self, ddp, seen=(), layers=(), log_freq=1):
         self.ddp = ddp
-        self.timing_every = timing_every
-        self.log_freq = log_freq
-        self.layers = layers if ddp.is_main else ()
         self.seen = seen
+        self.layers = layers if ddp.is_main else ()
+        self.log_freq = log_freq
         self.reports = 0
-        self.flops_of = None     # see count_flops
+        self.exchange = None       # seconds, see time_exchange
+        self.flops_of = None       # see count_flops
         self.peak = None
-        self.laps = None    # of the step that is being timed: [(part, time stamp of its end)]
         self.restart()
 
     def restart(self):
@@ -55,73 +45,48 @@ class StepMeter:
         self.steps = 0
         self.waited = 0.0      # seconds for micro-batches
         self.flops = 0.0       # of this rank
-        self.counts = 0.0      # of what `seen` names
-        self.timed = []        # laps of the timed steps
+        self.counts = torch.zeros(len(self.seen), dtype=torch.float64)
         self.norms = {}
 
     def count_flops(self, flops_of, peak):
-        """Report MFU from now on. flops_of: function (micro-batch) -> FLOP of forward and backward
-        pass; peak: FLOP/s of this rank's device, see training.peak."""
+        """Report MFU from now on, the model FLOP utilisation: the FLOP that the formula of the
+        model gives, divided by the time and by the rate of the device (Chowdhery et al. 2022,
+        arXiv 2204.02311, appendix B).
+
+        flops_of: function (micro-batch) -> FLOP of forward and backward pass. peak: FLOP/s of this
+        rank's device."""
         self.flops_of = flops_of
         self.peak = peak
+
+    def time_exchange(self, model):
+        """Measure how long the ranks take to sum the gradients of a model and do nothing else. In a
+        step they do so while backward still computes, which hides a part. A collective."""
+        n = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        bucket = torch.zeros(min(n, BUCKET), device=self.ddp.device)
+        n_buckets = math.ceil(n / len(bucket))
+        dist.all_reduce(bucket)    # the first one is slower
+        bucket[0].item()           # waits for it
+        began = time.perf_counter()
+        for _ in range(n_buckets):
+            dist.all_reduce(bucket)
+        bucket[0].item()
+        self.exchange = (time.perf_counter() - began) * n / (n_buckets * len(bucket))
 
     def begin(self, step):
         """Step `step` begins: from now on this rank waits for its micro-batches."""
         self.step = step
         self.began = time.perf_counter()
-        if self.timing_every and step % self.timing_every == 0:
-            self.laps = [("", self._stamp())]
 
     def have(self, micro_batches):
         """They are here: the wait ends."""
         self.waited += time.perf_counter() - self.began
         if self.flops_of is not None:
             self.flops += sum(map(self.flops_of, micro_batches))
-        self.lap("data")
-
-    def lap(self, part):
-        """Count the time since the last lap as `part`, if this step is timed."""
-        if self.laps is not None:
-            self.laps.append((part, self._stamp()))
-
-    @contextlib.contextmanager
-    def passes(self, model):
-        """Context for forward and backward pass of a micro-batch: laps "compute", "exchange"."""
-        if self.laps is None:
-            yield
-            return
-        last_gradient = None     # time stamp of the last parameter's gradient
-
-        def stamp_gradient(parameter):
-            nonlocal last_gradient
-            last_gradient = self._stamp()
-
-        hooks = [p.register_post_accumulate_grad_hook(stamp_gradient)
-                 for p in model.parameters() if p.requires_grad]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-        self.laps.append(("compute", last_gradient or self._stamp()))
-        self.lap("exchange")
-
-    def finish(self, sums):
-        """End the step. sums: see training.loop.Totals."""
-        self.counts = self.counts + sums[-len(self.seen):]   # on the device
-        self.lap("optimizer")
-        if self.laps is not None:
-            self.timed.append(self.laps)
-        self.laps = None
-        self.steps += 1
 
     def measure_layers(self, kind, model):
-        """Norms of the model's `kind` ("gradients", "weights") by layer.
-
-        The time of this is not counted in any part of the step."""
+        """Norms of the model's `kind` ("gradients", "weights") by layer."""
         if kind not in self.layers or self.step % self.log_freq:
             return
-        self.lap("optimizer")
         groups = {}
         for name, parameter in model.named_parameters():
             tensor = parameter.grad if kind == "gradients" else parameter.detach()
@@ -131,50 +96,38 @@ class StepMeter:
                              for tensors in groups.values()]).tolist()
         for layer, norm in zip(groups, norms):
             self.norms[f"{kind}/{layer}"] = norm
-        self.lap("")
+
+    def finish(self, sums):
+        """End the step. sums: of all ranks, see training.loop.Totals."""
+        self.steps += 1
+        if self.seen:
+            self.counts += sums[-len(self.seen):].nan_to_num()
 
     def report(self):
-        """Metrics of the steps since the last report, by name. Collective if a step was timed."""
+        """Metrics of the steps since the last report, by name. A collective."""
         seconds = time.perf_counter() - self.since
         values = {"time/step": seconds / max(self.steps, 1), "data_wait": self.waited / seconds}
-        counts = torch.as_tensor(self.counts).expand(len(self.seen)).tolist()
-        for name, count in zip(self.seen, counts):
+        for name, count in zip(self.seen, self.counts.tolist()):
             values[f"{name}_per_second"] = count / seconds
+        if self.exchange is not None:
+            values["time/exchange"] = self.exchange / values["time/step"]
         if self.flops_of is not None:
             values["mfu"] = self.flops / seconds / self.peak
         values.update(self.norms)
+        values.update(self._compare_memory())
         self.reports += 1
-        if self.timed:
-            values.update(self._compare_ranks())
         return values
 
-    def _compare_ranks(self):
-        """Metrics that need the timed steps of all ranks, by name. A collective."""
-        steps = [seconds_by_part(laps) for laps in self.timed]
-        own = [sum(step[part] for step in steps) for part in PARTS]
-        table = torch.zeros(self.ddp.world_size, len(PARTS) + 1, dtype=torch.float64)
-        table[self.ddp.rank] = torch.tensor([*own, peak_memory(self.ddp.device)])
-        spent, memory = all_sum(table, self.ddp).split([len(PARTS), 1], 1)
-        shares = spent.sum(0) / spent.sum()
-        values = {f"time/{part}": float(share) for part, share in zip(PARTS, shares)}
-        values["memory/peak_gb_least"] = float(memory.min())
-        values["memory/peak_gb_most"] = float(memory.max())
+    def _compare_memory(self):
+        """Metrics of the peak memory of all ranks, by name. A collective."""
+        memory = torch.zeros(self.ddp.world_size, dtype=torch.float64)
+        memory[self.ddp.rank] = peak_memory(self.ddp.device)
+        memory = all_sum(memory, self.ddp)
+        values = {"memory/peak_gb_least": float(memory.min()),
+                  "memory/peak_gb_most": float(memory.max())}
         if self.ddp.world_size > 1:
-            hosts = self.ddp.hosts
-            working = spent.sum(1) - spent[:, PARTS.index("exchange")]
-            slowest = int(working.argmax())
-            values["time/slowest_rank"] = slowest
-            values["time/slowest_host"] = hosts[slowest]
-            values["time/slowest_ratio"] = float(working.max() / working.mean())
-            values["memory/most_host"] = hosts[int(memory.argmax())]
+            values["memory/most_host"] = self.ddp.hosts[int(memory.argmax())]
         return values
-
-    def _stamp(self):
-        if self.ddp.device.type == "cpu":
-            return time.perf_counter()
-        event = getattr(torch, self.ddp.device.type).Event(enable_timing=True)
-        event.record()
-        return event
 
 
 def make_meter(config, ddp, seen) -> StepMeter:
@@ -185,13 +138,13 @@ def make_meter(config, ddp, seen) -> StepMeter:
         layers.append("gradients")
     if monitoring.log_weights:
         layers.append("weights")
-    return StepMeter(ddp, monitoring.timing_every, config.training.log_freq, layers, seen)
+    return StepMeter(ddp, seen, layers, config.training.log_freq)
 
 
 def step_values(run, norm, ddp) -> dict:
-    """{name: value} that every script logs of a step. Can be a collective: see StepMeter.report."""
+    """{name: value} that every script logs of a step. A collective."""
     first_row = run.meter.reports == 0   # of this start, which may have another number of ranks
-    values = {"grad_norm": float(norm), "lr": run.optimizer.param_groups[0]["lr"],
+    values = {"grad_norm": norm, "lr": run.optimizer.param_groups[0]["lr"],
               "epoch": (run.progress["step"] - 1) // run.steps_per_epoch}
     for name, number in run.progress["seen"].items():
         values[f"seen/{name}"] = number
@@ -212,18 +165,6 @@ def bad_steps_field(run) -> dict:
     """For RunLog.progress: the number of bad steps, if there were any."""
     bad_steps, _ = run.progress["bad_steps"]
     return {"bad steps": bad_steps} if bad_steps else {}
-
-
-def seconds_by_part(laps) -> dict[str, float]:
-    """{part: seconds} of a timed step; "" is for time that belongs to no part."""
-    seconds = dict.fromkeys((*PARTS, ""), 0.0)
-    for (_, begin), (part, end) in itertools.pairwise(laps):
-        if isinstance(end, float):     # from the clock, on a CPU
-            seconds[part] += end - begin
-        else:
-            end.synchronize()          # waits until the device has reached it
-            seconds[part] += begin.elapsed_time(end) / 1000
-    return seconds
 
 
 def layer_of(name) -> str:

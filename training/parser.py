@@ -68,9 +68,9 @@ class Parser(argparse.ArgumentParser):
     def error(self, message):   # not printed here, where each of the ranks would print it
         raise ValueError(f"command line: {self.message(message)}")
 
-    def message(self, found):
+    def message(self, problem):
         """A message of argparse, what unknown options may mean, and where all are listed."""
-        return f"{found.removesuffix('.')}.{self.advice()} See --help."
+        return f"{problem.removesuffix('.')}.{self.advice()} See --help."
 
     def advice(self):
         """What unknown options may mean, as a sentence for each; "" if none is like another."""
@@ -84,7 +84,8 @@ class Parser(argparse.ArgumentParser):
             if not re.match("--?[A-Za-z]", name) or name in known:
                 continue
             plain = name.strip("-").replace("-", "_")
-            keys = [f"{key}=VALUE" for key in config_keys if f".{key}".endswith(f".{plain}")]
+            keys = [f"{dotted}=VALUE" for dotted in config_keys
+                    if f".{dotted}".endswith(f".{plain}")]
             near = difflib.get_close_matches(f"--{plain}", known, 1)
             if keys and near != [f"--{plain}"]:
                 near = keys
@@ -113,8 +114,6 @@ def describe_section(section, indent):
             continue
         start = f"{indent}{field.name}: {show_default(field.default)}{marks_of(field)}"
         text = f"{field.metadata.get('help', '')} {choices_of(kind)}".strip()
-        if field.metadata.get("kind"):
-            text = f"({field.metadata['kind']}) {text}"
         margin = " " * (KEY_WIDTH + 2)
         if len(start) <= KEY_WIDTH:
             start = start.ljust(len(margin))

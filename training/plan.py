@@ -6,7 +6,7 @@ import textwrap
 from ddp_setup import print0
 from training.loop import (check_ranks, is_finished, length_of_decay, micro_batches_of,
                            scale_for_batch)
-from training.resume import machine_differences, using_checkpoint
+from training.resume import machine_differences
 
 
 def numbers_of(option, text):
@@ -115,8 +115,7 @@ def describe_run(run, state, unit: str, lr_batch: int, ddp) -> list[str]:
     if state is not None and state["best"] and not run.progress["best"]:
         lines.append("  the best weights are looked for from here on: those so far are elsewhere")
     if state is not None:
-        with using_checkpoint(former):
-            elsewhere = machine_differences(state, ddp)
+        elsewhere = machine_differences(state, ddp)
         if elsewhere:
             lines.append(f"  saved elsewhere ({elsewhere}): the run continues, but its losses may "
                          "differ in the last digits")

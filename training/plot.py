@@ -22,8 +22,6 @@ PANELS = (
     ("margin of the rewards", "nats", {"rewards/margins": "~", "val/rewards/margins": "o-"}),
     ("recovery of native sequences", "share of residues", {"val/recovery": "o-"}),
     ("KL from the reference", "nats per residue", {"val/kl": "o-"}),
-    ("designs", "share of residues",
-     {"val/design_recovery": "o-", "val/design_diversity": "s--", "val/design_shift": "^:"}),
     ("learning rate", "", {"lr": "-"}),
     ("throughput", "residues per second", {"residues_per_second": "-"}),
     ("pairs", "pairs per second", {"pairs_per_second": "-"}),

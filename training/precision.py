@@ -2,6 +2,7 @@
 torch.compile compiles its blocks."""
 import contextlib
 import importlib.util
+import inspect
 import os
 import shutil
 import sysconfig
@@ -12,7 +13,8 @@ import torch
 from ddp_setup import Ddp
 
 COMPILABLE = (7, 0)   # the least compute capability of CUDA devices that Triton supports
-
+MOST_VARIANTS = 32      # of compiled code: gradient or not, padding or not, one protein
+LOSS_SCALE = 2.0**16    # of float16 at the start, torch's default
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -85,8 +87,12 @@ def autocast(dtype: torch.dtype, ddp: Ddp) -> contextlib.AbstractContextManager:
 
 
 def grad_scaler(dtype: torch.dtype, ddp: Ddp) -> torch.amp.GradScaler:
-    """A GradScaler that scales for float16 and passes everything through otherwise."""
-    return torch.amp.GradScaler(ddp.device.type, enabled=dtype == torch.float16)
+    """A GradScaler that scales for float16 and passes everything through otherwise.
+
+    A script multiplies its loss by the number of ranks, by which DDP divides the gradient. The
+    scale is less by this factor, so that the range of numbers in float16 is that of one rank."""
+    return torch.amp.GradScaler(ddp.device.type, init_scale=LOSS_SCALE / ddp.world_size,
+                                enabled=dtype == torch.float16)
 
 
 def compile_blocks(model, setting, ddp):
@@ -108,12 +114,11 @@ def compile_blocks(model, setting, ddp):
             return f"; blocks not compiled: no {', no '.join(missing)} here"
     if not setting:
         return ""
-    settings = torch._dynamo.config
-    settings.optimize_ddp = False     # splits for DDP: not needed, as blocks are compiled apart
-    settings.recompile_limit = 32     # variants: gradient or not, padding or not, one protein
-    settings.specialize_float = True  # dropout can only be compiled with a constant rate
+    more = {}
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:   # torch 2.13; else 8
+        more = {"recompile_limit": MOST_VARIANTS}
     for block in model.blocks:
-        block.compile(dynamic=True)   # one compiled code for the dozens of batch shapes
+        block.compile(dynamic=True, **more)   # one compiled code for the dozens of batch shapes
     return "; blocks compiled, in the first steps"
 
 

@@ -2,13 +2,13 @@
 
 A script's `prepare` asks one object, which is the same for a new run and a continued one:
 
-    start = start_or_continue(config, ddp, work_dir, resume, fresh, SeddCheckpoint, anew)
+    start = start_or_continue(config, ddp, work_dir, resume, fresh, anew)
     start.check_data("proteins", fingerprint)
     lr, warmup = start.rate(lr_batch)
     progress = start.progress(SEEN, initial, n_iters)
     start.load_weights(model)
     run = SeddRun(lr=lr, warmup=warmup, progress=progress, micro_batches=start.micro_batches, ...)
-    start.load_optimizer(run)
+    start.load_optimizer(run, ddp)
     ...
     path = save_run(run, log, ddp, "last.pt", keep_last=2)
 
@@ -25,53 +25,23 @@ import math
 import os
 import sys
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from ddp_setup import broadcast, load_checkpoint, newest_checkpoint, save_checkpoint
-from training.config import (MOST_STEPS, config_differences, config_items, config_to_dict, key,
-                             keys_that, read_fields)
+from training.config import config_differences, config_items, config_to_dict, keys_that
 from training.log import rows_up_to
 from training.loop import (ADVICE, Diverged, check_alike, check_ranks, has_ended,
                            micro_batches_of, scale_for_batch)
 from training.run_folder import MARKS, names_in, refuse_in_use
 
 
-# ---------------------------------------------------------------- what a checkpoint holds
-@dataclass
-class Fingerprint:
-    """Of the data of a run."""
-    n: int = key(least=0)
-    hash: str = key()
-
-
-@dataclass(kw_only=True)
-class Checkpoint:
-    """What every checkpoint to continue from holds; those of a script have more. Fields with a
-    default are of a later version than the first checkpoints."""
-    model: dict[str, torch.Tensor]
-    optimizer: dict
-    scaler: dict
-    config: dict
-    data: Fingerprint
-    step: int = key(least=0, most=MOST_STEPS)
-    best: dict | None
-    bad_steps: list[int] = key(least=0)     # in all, and in a row
-    bad_evals: int = key(0, least=0)
-    finished: str = ""
-    seen: dict[str, int] = field(default_factory=dict)
-    micro_batches: int = key(least=1)       # per global batch
-    lr: float
-    warmup: int
-
-
 # ---------------------------------------------------------------- the start
 class Start:
     """How a run starts: anew, or from a checkpoint that fits its config. Errors are ValueErrors.
 
-    path: of the checkpoint, as text; None: a new run. state: its content, see Checkpoint, or None.
+    path: of the checkpoint, as text; None: a new run. state: its content, see save_run, or None.
     micro_batches: in a global batch, which is fixed at the start of a run.
     """
 
@@ -130,9 +100,9 @@ class Start:
                     **initial}
         if self.state is None:
             return progress
-        progress["seen"] = {}   # older checkpoints have none: what they have seen is not known
-        for name, value in progress.items():
-            progress[name] = self.state.get(name, value)
+        with using_checkpoint(self.path):
+            for name in progress:
+                progress[name] = self.state[name]
         if not has_ended(progress, n_iters):
             # Not the parents of the real path: checkpoints/ may be a link to another disk.
             folder = Path(self.path).absolute().parent.parent
@@ -150,14 +120,17 @@ class Start:
             with using_checkpoint(self.path):
                 model.load_state_dict(self.state["model"])
 
-    def load_optimizer(self, run) -> None:
+    def load_optimizer(self, run, ddp) -> None:
         """Continue with optimizer, scaler and averages of the checkpoint, if there is one."""
         if self.state is None:
             return
         with using_checkpoint(self.path):
             run.optimizer.load_state_dict(self.state["optimizer"])
-            check_shapes(run.optimizer)
-            run.scaler.load_state_dict(self.state["scaler"])
+            scaler = self.state["scaler"]
+            if run.scaler.is_enabled():   # its scale hangs on the number of ranks: grad_scaler
+                scale = scaler["scale"] * self.state["world_size"] / ddp.world_size
+                scaler = {**scaler, "scale": scale}
+            run.scaler.load_state_dict(scaler)
             if run.ema is not None:
                 run.ema.load_state_dict(self.state["ema"])
 
@@ -181,16 +154,13 @@ class Start:
         return micro_batches
 
 
-def start_or_continue(  # noqa: PLR0913  (what a command line says of a start)
-        config, ddp, work_dir, resume, fresh, content, anew, ignored=()) -> Start:
+def start_or_continue(config, ddp, work_dir, resume, fresh, anew) -> Start:
     """Decide on rank 0 what to continue from; all ranks read the same checkpoint. A collective.
 
     Args:
         work_dir: Path of the run folder. resume, fresh: see find_checkpoint.
-        content: the script's class of Checkpoint.
         anew: options, as text, that start a new run from this run's weights, for messages;
             {path} in it is that of the checkpoint.
-        ignored: keys of the config that may differ, beside those that may_change.
     Raises: ValueError for options or a checkpoint that cannot be, and, on every rank, for a config
         that is not the same on all."""
     check_options(work_dir, resume, fresh)
@@ -203,15 +173,10 @@ def start_or_continue(  # noqa: PLR0913  (what a command line says of a start)
         return Start(config, ddp, work_dir)
     path = newest_checkpoint(path, ddp)   # last-1.pt, where last.pt is damaged
     state = load_checkpoint(path, ddp)
-    try:
-        read_fields(content, state, path)
-    except ValueError as error:
-        raise ValueError(f"{error} It is no checkpoint of this training script: give one "
-                         "(--resume), another --work_dir, or --fresh to start over.") from None
     options = anew.replace("{path}", path)
     further = f" To train its weights further, as a new run: {options} --work_dir NEW."
     with using_checkpoint(path):
-        check_config(path, state, config, further, ignored)
+        check_config(path, state, config, further)
         check_weights(path, state["model"])
     return Start(config, ddp, work_dir, path, state, further)
 
@@ -263,12 +228,12 @@ def find_checkpoint(run_dir, resume, fresh) -> str | None:
     return str(last) if saved and not fresh else None
 
 
-def check_config(path, state, config, further="", ignored=()) -> None:
+def check_config(path, state, config, further="") -> None:
     """Refuse a checkpoint of another config. Raises: ValueError.
 
-    path, state: of the checkpoint. further: see Start. ignored: see start_or_continue."""
-    differences = config_differences(
-        state["config"], config, (*keys_that(type(config), "may_change"), *ignored))
+    path, state: of the checkpoint. further: see Start."""
+    differences = config_differences(state["config"], config,
+                                     keys_that(type(config), "may_change"))
     if not differences:
         return
     lines = "\n    ".join(differences)
@@ -288,18 +253,6 @@ def check_weights(path, weights) -> None:
         raise ValueError(f"{path}: {len(spoilt)} tensors of the model hold nan or infinite "
                          f"numbers, first {spoilt[0]}; expected finite weights. Give an older "
                          "checkpoint (--resume), or --fresh to start over.")
-
-
-def check_shapes(optimizer) -> None:
-    """Raise ValueError for a tensor of the optimizer's state that has not its parameter's shape.
-
-    torch's load_state_dict does not compare them: its next step ends with an internal error."""
-    for parameter, kept in optimizer.state.items():
-        for name, value in kept.items():
-            shape = getattr(value, "shape", ())
-            if len(shape) and shape != parameter.shape:
-                raise ValueError(f"{name} has the shape {tuple(shape)} for a parameter of "
-                                 f"{tuple(parameter.shape)}")
 
 
 @contextlib.contextmanager
@@ -342,11 +295,11 @@ def machine_differences(state, ddp) -> str:
     """Differences from the machine that wrote the checkpoint `state`, if they may change the last
     bits of results. Text; '' if there are none."""
     now = {"world_size": ddp.world_size, "torch": str(torch.__version__), **describe_machine(ddp)}
-    then = {"world_size": state.get("world_size"), "torch": state.get("versions", {}).get("torch"),
-            **state.get("machine", {})}
+    then = {"world_size": state["world_size"], "torch": state["versions"]["torch"],
+            **state["machine"]}
     differences = []
     for name, value in now.items():
-        if name in then and then[name] != value:
+        if then[name] != value:
             differences.append(f"{name} {then[name]} -> {value}")
     return ", ".join(differences)
 

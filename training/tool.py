@@ -19,9 +19,6 @@ from training.files import check_writable, write_text_atomic
 from training.launch import start_ranks_if_asked
 
 PATIENCE = 6 * 3600.0   # seconds that ranks wait for a rank with more work
-# Options that the samplers had until November 2026.
-MOVED = ("--mutations", "--scan", "--correct_unfolded", "--correction_weights", "--measured",
-         "--lower_is_better")
 
 
 def run_tool(script, argv, read_arguments, run) -> None:
@@ -41,7 +38,7 @@ def run_tool(script, argv, read_arguments, run) -> None:
         ddp = setup_ddp(args.device, args.backend, args.seed, args.ranks, quiet=True,
                         timeout=PATIENCE, init_timeout=args.init_timeout)
     except (ValueError, RuntimeError, OSError) as error:
-        refuse(script, error)
+        end_with_error(script, error)
     with ddp:
         try:
             run(args, ddp)
@@ -55,19 +52,10 @@ def run_tool(script, argv, read_arguments, run) -> None:
             abort(ddp, f"{script}: interrupted (Ctrl-C)", INTERRUPTED)
 
 
-def refuse(script, error):
+def end_with_error(script, error):
     """End with one message and the exit code for bad input."""
     print(f"{script}: error: {error}", file=sys.stderr)
     sys.exit(BAD_INPUT)
-
-
-def refuse_moved_options(argv) -> None:
-    """ValueError for options that the samplers had, and score_mutations.py has."""
-    found = [word for word in argv if word.partition("=")[0] in MOVED]
-    if found:
-        raise ValueError(f"found {' '.join(found)}: variants are scored by score_mutations.py, "
-                         "with the same weights and options, such as score_mutations.py WEIGHTS "
-                         "--mutations TABLE. See docs/migrating.md.")
 
 
 @contextlib.contextmanager

@@ -6,13 +6,10 @@ on without it if it raises anything.
 """
 import os
 import secrets
-import socket
-import urllib.request
 
 from training.files import write_text_atomic
 
 TRACKER_SECONDS = 60    # limit for a run to wait for a tracker's server
-CONNECT_SECONDS = 3     # a compute node without the internet shall not delay the start
 
 
 class TensorBoard:
@@ -41,9 +38,9 @@ class TensorBoard:
 class Wandb:
     """A run on Weights & Biases. A resumed start continues it by its id in RUN_DIR/wandb_id.
 
-    settings: {"project", "name", "mode"}, each optional. If neither WANDB_MODE nor `mode` is given
-    and the server cannot be reached, it writes RUN_DIR/wandb for `wandb sync`. Rows that a resumed
-    run logs again appear twice there."""
+    settings: {"project", "name", "mode"}, each optional. WANDB_MODE, or else `mode`, "offline"
+    writes RUN_DIR/wandb for `wandb sync`, as on a compute node without the internet. Rows that a
+    resumed run logs again appear twice there."""
     name = "W&B"
 
     def __init__(self, folder, settings, config):
@@ -51,14 +48,12 @@ class Wandb:
         path = folder / "wandb_id"
         if not path.exists():
             write_text_atomic(path, secrets.token_hex(4) + "\n")
-        mode = os.environ.get("WANDB_MODE") or settings.get("mode")
-        if not mode:
-            mode = "online" if _is_reachable("api.wandb.ai") else "offline"
         limits = {}
-        for name in ("login_timeout", "finish_timeout"):
+        for name in ("login_timeout", "init_timeout", "finish_timeout"):
             if hasattr(wandb.Settings(), name):    # not in every version
                 limits[name] = TRACKER_SECONDS
-        self.run = wandb.init(project=settings.get("project") or "protein-ddp", mode=mode,
+        self.run = wandb.init(project=settings.get("project") or "protein-ddp",
+                              mode=os.environ.get("WANDB_MODE") or settings.get("mode"),
                               name=settings.get("name") or folder.name, dir=str(folder),
                               id=path.read_text().strip(), resume="allow", config=config,
                               settings=wandb.Settings(**limits))
@@ -69,14 +64,3 @@ class Wandb:
 
     def close(self):
         self.run.finish()
-
-
-def _is_reachable(host):
-    """Whether there is a proxy, or a connection to `host` opens within CONNECT_SECONDS."""
-    if "https" in urllib.request.getproxies():
-        return True
-    try:
-        socket.create_connection((host, 443), timeout=CONNECT_SECONDS).close()
-        return True
-    except OSError:
-        return False

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from bench import plain
-from bench.made import write_demo_pdb, write_made_pairs
-from bench.speed import OurDpo, norm_of
+from bench.speed import OurDpo, norm_of, write_demo_pdb, write_made_pairs
 from ddp_setup import Ddp
 from mpnn.batches import collate_complexes
 from mpnn.model import decoding_order, gumbel_noise, random_proteinmpnn
@@ -86,9 +85,9 @@ def test_the_plain_step_of_dpo_has_our_loss_and_gradient(tmp_path):
             for p in run.bare.parameters():
                 p += 0.003 * torch.randn(p.shape, generator=generator)
         ours = OurDpo(run, 1, ddp)
-        steps = plain.PlainDpo(copy.deepcopy(run.bare), base, run.pairs, 2, config.loss,
+        steps = plain.PlainDpo(copy.deepcopy(run.bare), base, run.train_set.items, 2, config.loss,
                                config.optim)
-        loss = steps.loss(ours.next_pairs())
+        loss = steps.loss(ours.next_items())
         assert abs(float(loss.detach()) - math.log(2)) > 1e-3
         differences = ours.compare(steps)
         assert differences[0] < 1e-5 and differences[1] < 1e-4

@@ -1,14 +1,13 @@
-"""bench/speed.py, against.py, speed_all.py: what is printed, and parts that fail."""
+"""bench/speed.py: what is printed."""
 import re
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from bench import against, speed, speed_all
+from bench import speed
 from bench.speed import Table, Work
-from bench.speed_all import Part, command, resumed_run, run_parts
-from ddp_setup import Ddp, save_checkpoint
+from ddp_setup import Ddp
 from launchers import ROOT
 
 ROW = re.compile(r"^\| (?P<name>[^|]+): (?P<unit>\w+) \| (?P<plain>[\d.,e+]+) "
@@ -52,6 +51,7 @@ def test_a_config_is_measured_with_its_own_network(small, capsys):
     assert [row["differ"] for row in rows] == ["-", "-"]
 
 
+@pytest.mark.slow
 def test_a_row_of_dpo_for_each_case(small, capsys, monkeypatch):
     monkeypatch.setattr(speed, "DPO_CASES", [(1, "random", torch.float32),
                                              (2, "arange", torch.float32)])
@@ -63,6 +63,7 @@ def test_a_row_of_dpo_for_each_case(small, capsys, monkeypatch):
     assert all(float(number) < 1e-4 for number in rows[1]["differ"].split(", "))
 
 
+@pytest.mark.slow
 def test_a_table_has_a_hundred_times_the_pairs_of_pairs_one_by_one(small, capsys):
     speed.main(["tables", *small])
     pairs, variants = rows_of(capsys.readouterr().out)
@@ -98,95 +99,6 @@ def test_the_ratio_is_of_amounts_per_second_and_mfu_of_flop_per_second(monkeypat
     table.ddp = Ddp()
     table.options = SimpleNamespace(repeats=1)
     table.rates = {torch.float32: 100.0}
-    table.add("row", "things", {"plain": lambda: Work(10),
-                                ("", torch.float32): lambda: Work(30, 80.0)})
+    table.add("row", "things", lambda: Work(10), {torch.float32: lambda: Work(30, 80.0)})
     row, = rows_of(capsys.readouterr().out)
     assert [row[key] for key in ("plain", "ours", "ratio", "mfu")] == ["2.5", "15", "6.00", "40%"]
-
-
-@pytest.mark.slow
-def test_two_checkouts_are_compared_row_by_row(capsys, monkeypatch):
-    """Here one checkout with itself; a hidden size of its own for the test."""
-    tiny = ["model.hidden_size=16", "model.n_blocks=1", "model.n_heads=1", "data.demo_proteins=200"]
-    monkeypatch.setattr(against, "ROWS", {"SEDD": ("sedd", "train_sedd_ddp", "sedd_demo.yaml",
-                                                   [*against.SEDD, *tiny])})
-    speed.main(["--against", str(ROOT), "--device=cpu", "--repeats=2"])
-    last = capsys.readouterr().out.splitlines()[-1]
-    numbers = re.match(r"\| SEDD \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \(", last).groups()
-    assert all(float(number) > 0 for number in numbers)
-
-
-# ---- speed --all ----
-
-PASS = Part("good", command(["-c", "print('all is well')"]), 300)
-FAIL = Part("bad", command(["-c", "print('no'); exit(3)"]), 300)
-SLEEP = "import time; print('here', flush=True); time.sleep(1000)"
-HANG = Part("slow", command(["-c", SLEEP]), 5)
-TABLE = Part("speed x", command(["-c", "print('a card, torch 2\\n\\n| per second | plain |\\n"
-                                 "|---|---|\\n| one | 1 |')"]), 300)
-
-
-def outcomes(folder):
-    """{part: (outcome, found)} of the report"""
-    lines = (folder / "report.md").read_text().splitlines()
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines
-            if re.match(r"\| .* \| (PASS|FAIL) \|", line)]
-    return {name: (outcome, found) for name, outcome, _, found in rows}
-
-
-def test_a_part_that_fails_does_not_keep_the_others_from_being_tried(tmp_path):
-    assert run_parts([FAIL, PASS], tmp_path, 600) == 3
-    assert outcomes(tmp_path) == {"bad": ("FAIL", "exit code 3; last line: no"),
-                                  "good": ("PASS", "all is well")}
-    assert run_parts([PASS], tmp_path, 600) == 0
-
-
-def test_a_part_that_hangs_is_ended_at_its_limit(tmp_path):
-    assert run_parts([HANG], tmp_path, 600) == 3
-    assert outcomes(tmp_path)["slow"] == ("FAIL", "not done after 5 s; last line: here")
-
-
-def test_no_part_begins_after_the_time_of_all(tmp_path):
-    assert run_parts([PASS], tmp_path, 0.0) == 3
-    assert outcomes(tmp_path) == {"good": ("FAIL", "no time was left")}
-
-
-def test_the_rows_of_several_tables_become_one_table(tmp_path, capsys):
-    assert run_parts([TABLE, PASS, TABLE], tmp_path, 600) == 0
-    assert capsys.readouterr().out.splitlines()[:7] == [
-        "a card, torch 2", "", "| per second | plain |", "|---|---|", "| one | 1 |", "| one | 1 |",
-        ""]
-
-
-def test_all_parts_together_take_at_most_nine_minutes(tmp_path):
-    for device in ("cpu", "cuda", "xpu"):
-        assert sum(part.limit for part in speed_all.parts_on(device, tmp_path)) <= 560
-
-
-TINY = ["--config", ROOT / "configs" / "sedd_demo.yaml", "--device=cpu", "training.n_iters=40",
-        "training.snapshot_freq=2", "training.eval_freq=40", "training.batch_size=2",
-        "training.eval_samples=1", "data.demo_proteins=200", "model.hidden_size=16",
-        "model.n_blocks=1", "model.n_heads=1", "monitoring.n_samples=1"]
-
-
-@pytest.mark.slow
-def test_a_run_that_was_killed_and_continued_has_the_weights_of_the_undisturbed_one(tmp_path):
-    run = resumed_run([ROOT / "train_sedd_ddp.py", *TINY, "--work_dir"], tmp_path, "sedd", "cpu")
-    assert run_parts([Part("sedd", run, 600)], tmp_path, 600) == 0, (
-        tmp_path / "sedd.log").read_text()
-    outcome, found = outcomes(tmp_path)["sedd"]
-    assert outcome == "PASS" and "continued: weights equal to the bit" in found
-
-
-def test_weights_differ_by_the_relative_norm_of_their_difference(tmp_path):
-    for name, weights in (("a", {"w": [3.0, 0.0], "b": [4.0]}),
-                          ("b", {"w": [3.0, 0.3], "b": [4.4]})):
-        state = {key: torch.tensor(values) for key, values in weights.items()}
-        save_checkpoint(str(tmp_path / name / "checkpoints" / "last.pt"), Ddp(), model=state)
-    found = speed_all.weights_differ(tmp_path / "a", tmp_path / "b")
-    assert found == pytest.approx(0.5 / 5.0)
-
-
-def test_a_world_of_one_rank_has_the_gradient_of_a_step_without_a_group(capsys):
-    speed_all.check_world("cpu")
-    assert capsys.readouterr().out.startswith("gloo: a world of one rank, gradient within")

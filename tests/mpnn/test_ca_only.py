@@ -9,11 +9,11 @@ import torch.nn.functional as F
 import sample_proteinmpnn
 import score_mutations
 import train_dpo_ddp
-from mpnn.demo import demo_pairs
+from dpo.demo import demo_pairs
+from dpo.pairs import read_pairs
 from mpnn.model import (ca_frames, ca_orientation, from_checkpoint, quaternion,
                         random_proteinmpnn, to_checkpoint)
 from mpnn.weights import load_proteinmpnn
-from mpnn.pairs import read_pairs
 from proteins.structures import NAMES, read_structure
 from mpnn_cases import ABSENT, BACKBONE, Atoms, changed, refusal, write
 from ddp_setup import Ddp
@@ -100,11 +100,11 @@ def test_a_step_that_is_no_bond_makes_no_frame(at, moved):
     CA = trace([0, 0.9, 0, 0.9, 0, 0.9, 0])
     CA[:, at:, 2] += moved                          # all from this residue on
     frames = ca_frames(CA, torch.ones(1, 8, dtype=torch.bool))[0]
-    found = frames.square().sum((1, 2)) > 0
+    has_frame = frames.square().sum((1, 2)) > 0
     expected = [0, 1, 1, 1, 1, 1, 0, 0]             # not of the first and the last two
     if moved > 1:
         expected[at - 1] = 1                        # one of its two steps is left: a bisector
-    assert found.tolist() == list(map(bool, expected))
+    assert has_frame.tolist() == list(map(bool, expected))
 
 
 def test_the_direction_to_a_neighbour_does_not_depend_on_where_a_protein_lies():
@@ -153,7 +153,11 @@ def test_a_file_of_ca_atoms_is_refused_for_full_backbones_with_what_to_do(files,
 def sample(capsys):
     """Function: arguments -> (exit code, standard output, standard error)."""
     def run(*args):
-        code = sample_proteinmpnn.main(list(map(str, args)))
+        code = 0
+        try:
+            sample_proteinmpnn.main(list(map(str, args)))
+        except SystemExit as end:
+            code = end.code
         return code, *capsys.readouterr()
     return run
 
@@ -163,14 +167,14 @@ def sequences(text):
 
 
 def test_a_ca_only_model_draws_the_same_for_a_file_with_all_atoms(sample, weights, files, tmp_path):
-    found = []
+    texts = []
     for name in ("all.pdb", "ca.pdb"):
         (tmp_path / "one.pdb").write_bytes((files / name).read_bytes())     # the name is a seed
         code, out, _ = sample(weights / "ca.pt", tmp_path / "one.pdb", "--num", 3)
         assert code == 0
-        found.append(out)
-    assert found[0] == found[1]
-    assert len(set(sequences(found[0]))) == 4
+        texts.append(out)
+    assert texts[0] == texts[1]
+    assert len(set(sequences(texts[0]))) == 4
 
 
 def test_chains_of_ca_atoms_that_a_full_model_leaves_out_are_named(sample, weights, files):
@@ -225,7 +229,7 @@ def tune(weights, files, demo):
         config = load_config(Config, None, [
             f"data.train_data={pairs}", f"model.base_model_dir={weights}",
             "model.base_model_name=ca", f"training.n_iters={steps}", "training.log_freq=1",
-            "optim.lr=1e-3", "optim.warmup=0", "data.val_fraction=0", "monitoring.n_designs=0"])
+            "optim.lr=1e-3", "optim.warmup=0", "data.val_fraction=0"])
         prepare_and_train(train_dpo_ddp, config, Ddp(), files / name)
         return files / name
 

@@ -1,16 +1,15 @@
 """ProteinMPNN against the official code's numbers; padding, sampling, dropout and files."""
 
 import math
-import pickle
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from mpnn.model import (ALPHABET, ProteinMPNN, Pssm, SharedContext, decoded_before,
-                        decoding_order, decoding_steps, from_checkpoint, independent_steps,
-                        letter_log_probs, random_proteinmpnn, to_checkpoint)
+from mpnn.model import (ALPHABET, ProteinMPNN, SharedContext, decoded_before, decoding_order,
+                        decoding_steps, from_checkpoint, independent_steps, random_proteinmpnn,
+                        to_checkpoint)
 from mpnn.weights import load_proteinmpnn
 from training import fast_linear
 
@@ -43,17 +42,18 @@ def fixture(shared, request):
         yield file
 
 
-def each_case(fixture, key):
-    """[(case, inputs, reference model, policy model)] of the cases that have `key`."""
+def each_case(fixture, what):
+    """[(case, inputs, reference model, policy model)] of the cases that have `what`."""
     models = fixture["models"]
-    cases = [case for case in fixture["cases"].values() if key in case]
+    cases = [case for case in fixture["cases"].values() if what in case]
     assert cases
     return [(case, case["inputs"], models[case["model"]], models[case["model"] + "_policy"])
             for case in cases]
 
 
 def graph_of(model, inputs):
-    return model.graph(*(inputs[key] for key in ("X", "mask", "residue_idx", "chain_encoding_all")))
+    names = ("X", "mask", "residue_idx", "chain_encoding_all")
+    return model.graph(*(inputs[name] for name in names))
 
 
 def scored(inputs):
@@ -399,11 +399,12 @@ def test_a_saved_model_loads_back_exactly_and_is_laid_out_as_published(tmp_path,
     assert loaded.ca_only == ca_only
     assert (loaded.num_edges, loaded.noise_level, loaded.encoder_layers[0].drop.p) == (30, 0.1, 0.1)
     weights = model.state_dict()
-    assert all(torch.equal(weights[key], value) and value.requires_grad
-               for key, value in loaded.named_parameters())
-    file["model_state_dict"] = {f"module.{key}": value.bfloat16() for key, value in weights.items()}
+    assert all(torch.equal(weights[name], value) and value.requires_grad
+               for name, value in loaded.named_parameters())
+    file["model_state_dict"] = {f"module.{name}": value.bfloat16()
+                                for name, value in weights.items()}
     rounded = from_checkpoint(file).state_dict()
-    assert all(torch.equal(rounded[key], weights[key].bfloat16().float()) for key in weights)
+    assert all(torch.equal(rounded[name], weights[name].bfloat16().float()) for name in weights)
 
 
 def test_files_of_something_else_are_refused_with_what_was_found(tmp_path):
@@ -425,9 +426,11 @@ def test_files_of_something_else_are_refused_with_what_was_found(tmp_path):
         ({"W_out.bias": None}, "Missing key.* .W_out.bias"),
         ({"W_s.weight": ones(22, 8)}, r"mismatch for W_s.weight: .*\[22, 8\].*\[21, 8\]"),
         ({"W_e.weight": torch.full((8, 8), math.nan)}, "W_e.weight has values that are not finite"),
-        ({key: None for key in state if "coder" in key}, r"0 encoder and 0 decoder layers"))]
-    for content, message in [*cases, ({**good, "num_edges": 48.5}, "num_edges is 48.5"),
-                             (state, "expected num_edges"), ([1, 2], "no model_state_dict")]:
+        ({"W_e.weight": torch.ones(8, 8, dtype=torch.int8)}, "int8; expected floating point"),
+        ({name: None for name in state if "coder" in name}, r"0 encoder and 0 decoder layers"))]
+    without_edges = {name: value for name, value in good.items() if name != "num_edges"}
+    for content, message in [*cases, (without_edges, "no .*num_edges"), (state, "expected all"),
+                             ([1, 2], "no model_state_dict")]:
         torch.save(content, path)
         with pytest.raises(ValueError, match=message) as error:
             load_proteinmpnn(path)
@@ -441,11 +444,6 @@ def test_files_of_something_else_are_refused_with_what_was_found(tmp_path):
         load_proteinmpnn(tmp_path / "v_48_020.pt")
 
 
-def test_a_file_that_unpacks_to_more_than_its_bytes_is_refused(packed):
-    with pytest.raises(ValueError, match="unpacks to .* bytes, more than it has"):
-        load_proteinmpnn(packed)
-
-
 def test_a_file_with_a_wrong_byte_among_its_numbers_is_refused(tmp_path):
     path = tmp_path / "weights.pt"
     model = random_proteinmpnn(0, hidden_size=8)
@@ -453,30 +451,6 @@ def test_a_file_with_a_wrong_byte_among_its_numbers_is_refused(tmp_path):
     numbers = model.W_s.weight.detach().numpy().tobytes()
     path.write_bytes(path.read_bytes().replace(numbers, numbers[::-1]))
     with pytest.raises(ValueError, match="is damaged"):
-        load_proteinmpnn(path)
-
-
-def test_a_pickle_of_another_program_is_refused_as_such(tmp_path):
-    (tmp_path / "v_48_020.pkl").write_bytes(pickle.dumps({"num_edges": 48, "model_state_dict": {}}))
-    with pytest.raises(ValueError, match="ColabDesign.* JAX; expected a file of PyTorch"):
-        load_proteinmpnn(tmp_path / "v_48_020.pkl")
-
-
-@pytest.mark.parametrize("changes, message", [
-    ({"W_e.bias": torch.ones(1).expand(10**9)}, "would take"),
-    ({"W_e.weight": torch.ones(8, 8, dtype=torch.int8)}, "int8; expected floating point"),
-    ({5: torch.ones(8)}, "5")], ids=["repeated numbers", "8 bits", "no name"])
-def test_weights_that_lie_are_refused_before_a_network_is_built(monkeypatch, tmp_path, changes,
-                                                                message):
-    good = to_checkpoint(random_proteinmpnn(0, hidden_size=8, n_encoder=1, n_decoder=1))
-    path = tmp_path / "model.pt"
-    torch.save({**good, "model_state_dict": {**good["model_state_dict"], **changes}}, path)
-
-    def build(seed, **sizes):
-        raise AssertionError(f"a network of {sizes} is built")
-
-    monkeypatch.setattr("mpnn.model.random_proteinmpnn", build)
-    with pytest.raises(ValueError, match=message):
         load_proteinmpnn(path)
 
 
@@ -525,14 +499,6 @@ def test_a_checkpoint_that_holds_no_weights_for_it_says_what_it_is(tmp_path, nam
     torch.save({"model": {name: torch.zeros(1)}}, tmp_path / "last.pt")
     with pytest.raises(ValueError, match=advice):
         load_proteinmpnn(tmp_path / "last.pt")
-
-
-def test_no_pssm_brings_back_a_letter_that_is_omitted():
-    scores = torch.tensor([[0.0, -math.inf, 1.0]])
-    even = torch.full((1, 3), 1 / 3)
-    log_p = letter_log_probs(scores, 1.0, Pssm(torch.tensor([[0.5]]), even))
-    assert log_p[0, 1] == -math.inf
-    assert float(log_p.exp().sum()) == pytest.approx(1)
 
 
 @pytest.mark.parametrize("tied", [[], [[3, 9], [0, 5, 11]]])

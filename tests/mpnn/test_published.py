@@ -9,8 +9,8 @@ import torch
 import sample_proteinmpnn
 from mpnn.batches import collate_complexes
 from mpnn.model import to_checkpoint
-from mpnn.weights import load_proteinmpnn
-from mpnn.published import INSTALL, find_weights, in_folder, in_package, is_published
+from mpnn.weights import (INSTALL, find_weights, in_folder, in_package, is_published,
+                          load_proteinmpnn)
 from mpnn.base import path_of_base
 from proteins.structures import Complex, read_structure
 from train_dpo_ddp import Model
@@ -153,8 +153,8 @@ def test_base_weights_that_are_nowhere_are_refused_with_what_to_do(installed, na
 
 
 def test_the_package_on_the_index_carries_weights_of_each_kind(weights_package):
-    found = [in_package(name) for name in ("v_48_020", "soluble/v_48_010", "ca/v_48_002")]
-    assert [path.parent.name for path in found] == [
+    paths = [in_package(name) for name in ("v_48_020", "soluble/v_48_010", "ca/v_48_002")]
+    assert [path.parent.name for path in paths] == [
         "vanilla_model_weights", "soluble_model_weights", "ca_model_weights"]
 
 
@@ -170,8 +170,8 @@ def case(request, shared, weights_package):
     numbers = file["cases"][request.param]
     model = load_proteinmpnn(str(in_package(request.param.rpartition("/")[0]))).eval()
     structure = read_structure(shared / "data" / "pdbs" / numbers["pdb"], model.ca_only)
-    complex = Complex(structure, numbers["design_chains"], numbers["fixed_chains"])
-    tensors = collate_complexes([complex], ("X", "mask", "residue_idx", "chain_id"))
+    chains = Complex(structure, numbers["design_chains"], numbers["fixed_chains"])
+    tensors = collate_complexes([chains], ("X", "mask", "residue_idx", "chain_id"))
     assert torch.equal(tensors["mask"].bool(), numbers["mask"])
     with torch.no_grad():
         return numbers, model, model.encode(model.graph(**tensors))
@@ -225,16 +225,16 @@ def figures(text, name):
 def test_the_score_of_a_native_sequence_is_the_published_one(  # noqa: PLR0913
         shared, weights_package, capsys, name, expected, deviation):
     pdb = shared / "data" / "pdbs" / f"{name}.pdb"
-    assert sample_proteinmpnn.main(["v_48_020", str(pdb), "--score_only", "--orders", "16"]) == 0
-    found, = figures(capsys.readouterr().out, "score")
-    assert found == pytest.approx(expected, abs=deviation)
+    sample_proteinmpnn.main(["v_48_020", str(pdb), "--score_only", "--orders", "16"])
+    score, = figures(capsys.readouterr().out, "score")
+    assert score == pytest.approx(expected, abs=deviation)
 
 
 @pytest.mark.slow
 def test_designs_recover_as_many_native_letters_as_published(shared, weights_package, capsys):
     pdb = shared / "data" / "pdbs" / "5L33.pdb"
-    assert sample_proteinmpnn.main(["v_48_020", str(pdb), "--num", "32", "--batch_size", "32",
-                                    "--orders", "1"]) == 0
+    sample_proteinmpnn.main(["v_48_020", str(pdb), "--num", "32", "--batch_size", "32",
+                             "--orders", "1"])
     _, *recoveries = figures(capsys.readouterr().out, "seq_recovery")
     assert len(recoveries) == 32
     assert sum(recoveries) / 32 == pytest.approx(0.45, abs=0.01)

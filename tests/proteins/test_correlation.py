@@ -14,8 +14,8 @@ def test_equal_values_get_the_mean_of_their_ranks():
 def test_spearman_without_ties_is_that_of_squared_differences_of_ranks():
     x = [1.0, 2, 3, 4, 5, 6]
     y = [20.0, 10, 30, 60, 50, 40]          # differences of ranks: 1 1 0 2 0 2
-    found = correlate(x, y, ["a"] * 6).overall.value
-    assert found == pytest.approx(1 - 6 * 10 / (6 * 35))
+    value = correlate(x, y, ["a"] * 6).overall.value
+    assert value == pytest.approx(1 - 6 * 10 / (6 * 35))
 
 
 def test_equal_scores_have_no_correlation():
@@ -42,8 +42,8 @@ def test_the_interval_holds_the_value_of_the_population_19_times_in_20(monkeypat
     hits = 0
     for _ in range(120):
         x, y = rng.multivariate_normal([0, 0], [[1, 0.5], [0.5, 1]], 60).T
-        found = correlate(x, y, ["a"] * 60).overall
-        hits += found.low < 6 / np.pi * np.arcsin(0.25) < found.high
+        overall = correlate(x, y, ["a"] * 60).overall
+        hits += overall.low < 6 / np.pi * np.arcsin(0.25) < overall.high
     assert 106 <= hits <= 119
 
 

@@ -4,22 +4,19 @@ import pytest
 
 from proteins.identity import LONGEST_PART, hold_out_families, identity, known_letters
 from proteins.letters import AMINO_ACIDS
-from proteins.mutations import protein_of_sequence
 
 WHOLE = "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQ"      # 33 residues
 SHARE = 0.3
-
-
-def proteins_of(sequences):
-    return [protein_of_sequence(f"p{number}", text) for number, text in enumerate(sequences)]
 
 
 def drawn(rng, length):
     return "".join(rng.choice(list(AMINO_ACIDS), length))
 
 
-def sequences_of(proteins):
-    return {protein.sequence for protein in proteins}
+def held_out_of(sequences, fraction):
+    """The set of the sequences that are held out."""
+    held = hold_out_families(sequences, fraction, SHARE)
+    return {text for text, is_held_out in zip(sequences, held.is_held_out) if is_held_out}
 
 
 # ---- identity ----
@@ -68,19 +65,18 @@ def test_a_domain_of_a_chain_that_is_compared_in_parts_is_found(start, least):
     "".join(letter if row % 2 else "P" for row, letter in enumerate(WHOLE)),    # no two in a row
     "GGSGGS" + WHOLE + "PPHHHHHH"])
 def test_a_relative_is_found(other):
-    assert identity_of(WHOLE, other) >= SHARE
+    assert known_identity(WHOLE, other) >= SHARE
 
 
 @pytest.mark.parametrize("one, other", [
     (WHOLE, WHOLE[::-1]), (WHOLE, "XXXX"), ("MKXXXX", "GHXXXX"), ("XXXX", "XXXX")])
 def test_other_proteins_are_no_relatives(one, other):
-    assert identity_of(one, other) < SHARE
+    assert known_identity(one, other) < SHARE
 
 
-def identity_of(one, other):
+def known_identity(one, other):
     """Of two proteins, as they are held out together or not."""
-    first, second = proteins_of([one, other])
-    return identity(known_letters(first), known_letters(second))
+    return identity(known_letters(one), known_letters(other))
 
 
 # ---- sides ----
@@ -89,59 +85,74 @@ def families(n):
     """Sequences of n families of three: one, one with every other letter of it, and one with every
     other letter of that."""
     rng = np.random.default_rng(2)
-    found = []
+    sequences = []
     for _ in range(n):
         text = drawn(rng, 60)
         for first in range(3):
-            found.append(text)
+            sequences.append(text)
             other = drawn(rng, 60)
             text = "".join(pair[row % 2 == first % 2] for row, pair in enumerate(zip(text, other)))
-    return found
+    return sequences
 
 
 def test_relatives_are_never_on_both_sides():
-    split = hold_out_families(proteins_of(families(15)), 0.4, SHARE)
-    across = [identity(one.sequence, other.sequence)
-              for one in split.rest for other in split.held_out]
+    sequences = families(15)
+    held = hold_out_families(sequences, 0.4, SHARE)
+    across = [identity(sequences[one], sequences[other])
+              for one in np.flatnonzero(held.is_held_out)
+              for other in np.flatnonzero(~held.is_held_out)]
     assert max(across) < SHARE
-    assert split.nearest == pytest.approx(max(across))
+    assert held.nearest == pytest.approx(max(across))
 
 
 def test_relatives_of_relatives_are_on_one_side():
     """Of each family the third has hardly a letter of the first."""
-    sequences = families(15)
-    split = hold_out_families(proteins_of(sequences), 0.4, SHARE)
-    held_out = sequences_of(split.held_out)
-    for first in range(0, len(sequences), 3):
-        assert len({text in held_out for text in sequences[first:first + 3]}) == 1
+    held = hold_out_families(families(15), 0.4, SHARE)
+    of_families = held.is_held_out.reshape(15, 3)
+    assert held.n_families == 15
+    assert (of_families.all(1) | ~of_families.any(1)).all()
 
 
 def test_the_side_of_a_family_depends_on_nothing_else():
     sequences = families(15)
-    whole = sequences_of(hold_out_families(proteins_of(sequences), 0.5, SHARE).held_out)
+    whole = held_out_of(sequences, 0.5)
     part = sequences[21:][::-1]
-    assert sequences_of(hold_out_families(proteins_of(part), 0.5, SHARE).held_out) == {
-        text for text in part if text in whole}
+    assert held_out_of(part, 0.5) == {text for text in part if text in whole}
+
+
+def test_the_families_that_are_held_out_are_those_of_a_hash_of_their_letters():
+    """`printf CCCC | sha256sum` begins with 90b4: 0x90b4 / 0x10000 = 0.565."""
+    sequences = ["AAAA", "CCCC", "DDDD", "EEEE"]        # 0.390, 0.565, 0.225, 0.682
+    assert held_out_of(sequences, 0.3) == {"DDDD"}
+    assert held_out_of(sequences, 0.5) == {"AAAA", "DDDD"}
+
+
+def test_copies_and_those_of_other_unknown_residues_are_on_one_side():
+    sequences = families(15)
+    whole = hold_out_families(sequences, 0.4, SHARE).is_held_out
+    copies = [f"XX{text[:30]}X{text[30:]}" for text in sequences]
+    held = hold_out_families([*sequences, *sequences, *copies], 0.4, SHARE)
+    assert held.is_held_out.tolist() == 3 * whole.tolist()
+    assert held.n_families == 15
 
 
 def test_about_the_fraction_of_unrelated_proteins_is_held_out():
     rng = np.random.default_rng(3)
-    proteins = proteins_of(drawn(rng, 30) for _ in range(200))
-    split = hold_out_families(proteins, 0.2, share=1)
-    assert split.n_families == 200
-    assert len(split.held_out) == pytest.approx(40, abs=4 * (200 * 0.2 * 0.8) ** 0.5)
+    held = hold_out_families([drawn(rng, 30) for _ in range(200)], 0.2, share=1)
+    assert held.n_families == 200
+    assert held.is_held_out.sum() == pytest.approx(40, abs=4 * (200 * 0.2 * 0.8) ** 0.5)
 
 
 def test_nothing_on_one_side_is_refused():
     with pytest.raises(ValueError, match="expected some on both sides"):
-        hold_out_families(proteins_of([WHOLE, WHOLE]), 0.5, SHARE)
+        hold_out_families([WHOLE, WHOLE], 0.5, SHARE)
 
 
 @pytest.mark.parametrize("fraction", [1e-9, 1 - 1e-9])
 def test_the_fraction_that_a_refusal_names_has_some_on_both_sides(fraction):
     rng = np.random.default_rng(0)
-    proteins = proteins_of(drawn(rng, 30) for _ in range(4))
+    sequences = [drawn(rng, 30) for _ in range(4)]
     with pytest.raises(ValueError, match="such as ") as refusal:
-        hold_out_families(proteins, fraction, SHARE)
+        hold_out_families(sequences, fraction, SHARE)
     named = float(str(refusal.value).partition("such as ")[2].rstrip("."))
-    assert 0 < len(hold_out_families(proteins, named, SHARE).held_out) < 4
+    assert 0 < hold_out_families(sequences, named, SHARE).is_held_out.sum() < 4

@@ -99,5 +99,6 @@ def test_each_cell_is_marked_as_what_it_is(scan, tmp_path):
     measured = measured_sites(of_table(tmp_path, "M1A", "Y5C"))
     scores = scores_of(scan, K2A=9)
     marks, = marks_of([scan], measured, choose_proposals([scan], [scores], measured, 1, 1))
-    found = {str(variant.mutations[0]): mark for variant, mark in zip(scan.variants, marks) if mark}
-    assert found == {"M1A": MEASURED, "Y5C": MEASURED, "K2A": PROPOSED}
+    marked = {str(variant.mutations[0]): mark
+              for variant, mark in zip(scan.variants, marks) if mark}
+    assert marked == {"M1A": MEASURED, "Y5C": MEASURED, "K2A": PROPOSED}

@@ -28,12 +28,12 @@ def test_rows_of_a_file_equal_those_of_the_official_code(shared, tmp_path, name)
     assert structures[0].key == structures[1].key
     for structure in structures:
         design = case.get("design_chains", case["chain_order"])[::-1]   # in any order
-        complex = Complex(structure, design, case.get("fixed_chains", ()))
-        for key, values in collate_complexes([complex]).items():
+        chains = Complex(structure, design, case.get("fixed_chains", ()))
+        for key, values in collate_complexes([chains]).items():
             expected = case["inputs"]["chain_encoding_all" if key == "chain_id" else key]
             assert torch.equal(values, expected) and values.dtype == expected.dtype
-        assert list(complex.design + complex.fixed) == case["chain_order"]
-        assert complex.n_designed == case["inputs"]["chain_M"].sum()
+        assert list(chains.design + chains.fixed) == case["chain_order"]
+        assert chains.n_designed == case["inputs"]["chain_M"].sum()
 
 
 GAPS = (Atoms().add("A", 5, "GLY").add("A", -1, "ALA").add("A", 3, "SER", code="B")
@@ -390,13 +390,6 @@ def test_an_insertion_code_is_found_in_capitals_and_small(text, rows, tmp_path):
 def test_a_position_with_another_insertion_code_gets_those_that_are_there(small):
     with pytest.raises(ValueError, match=r"A5c is not there, or reversed \(there is A5, A5A\)"):
         parse_positions("A5c", read_structure(small / "small.pdb"), ["A", "B"])
-
-
-def test_the_label_numbers_of_mmcif_are_kept(tmp_path):
-    atoms = Atoms().add("A", 7, "ALA").add("A", 9, "GLY").add("A", 9, "SER", code="A")
-    chain = read_text(tmp_path, "s.cif", atoms.mmcif()).chains["A"]
-    assert chain.numbers == ("7", None, "9", "9A")
-    assert chain.label_numbers == ("500", None, "501", "502")
 
 
 def test_the_sign_of_a_number_is_no_range(tmp_path):

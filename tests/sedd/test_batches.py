@@ -141,8 +141,8 @@ def test_the_plan_is_a_function_of_seed_and_epoch_and_any_step_is_reached_direct
                       for batches in (first, second))
     assert len(company & later) < len(company) / 2      # all, if only the order of batches changed
     for at in range(2 * len(first) - 1, -1, -7):                        # backwards, over two epochs
-        found, _ = readers[1].micro_batch(*divmod(at, 4))
-        assert found.keys.tolist() == (first + second)[at]
+        proteins, _ = readers[1].micro_batch(*divmod(at, 4))
+        assert proteins.keys.tolist() == (first + second)[at]
 
 
 @pytest.mark.parametrize("field", ["work", "windows", "window_steps", "tops", "sizes"])
@@ -174,9 +174,9 @@ FEW, MANY = (random_lengths(n) for n in (150, 400))     # none is left out; some
     ids=["turns", "which unit a lane has", "ends of units", "company in a batch", "left out"])
 def test_every_random_choice_follows_from_seed_and_epoch(choice):
     plans = [plan_of(random_lengths(2000), 512, 8, batch_size=12, seed=k).plan for k in (0, 0, 1)]
-    first, again, of_another_seed = (list(choice(plan, 0)) for plan in plans)
+    first, again, with_another_seed = (list(choice(plan, 0)) for plan in plans)
     assert first == again
-    assert first != of_another_seed and first != list(choice(plans[0], 1))
+    assert first != with_another_seed and first != list(choice(plans[0], 1))
 
 
 def test_long_proteins_are_left_out_of_the_plan_if_they_are_to_be_dropped():

@@ -8,11 +8,10 @@ import torch
 
 from ddp_setup import Ddp
 from sedd.diffusion import make_graph, make_noise
-from sedd.evaluation import Validation, evaluate, result_lines, sample_proteins
+from sedd.evaluation import Validation, result_lines, sample_proteins
 from proteins.letters import N_TOKENS, X_ID
 from proteins.sequences import Proteins
 from sedd_cases import TrueScores
-from toy_run import toy
 from train_sedd_ddp import Config
 from training.config import load_config
 
@@ -167,11 +166,3 @@ def test_the_end_says_whether_more_than_letter_frequencies_was_learned(gain, sai
     best = {"step": 1, "score": row["val/loss"]}
     text = "\n".join(result_lines(row, {"best": best}, Path("run")))
     assert ("ATTENTION" in text) == bool(said) and said in text
-
-
-def test_losses_before_an_evaluation_do_not_count_in_the_next():
-    run = toy()
-    run.progress["recent"] = [6.0, 2]   # sum and number of losses
-    run.progress["best"] = {"step": 1, "score": 0.0}
-    evaluate(run, None, {}, Ddp())
-    assert run.progress["recent"] == [0.0, 0.0]

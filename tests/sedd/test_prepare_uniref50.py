@@ -85,30 +85,30 @@ def test_the_folder_holds_what_read_sequences_reads(tmp_path, out, shared):
         assert entry["files"] == {part: {"bytes": len(data), "blake2b": hashlib.blake2b(
             data, digest_size=16).hexdigest()} for part, data in files.items()}
     assert meta["report"] == vars(report) and meta["letters"] == AMINO_ACIDS + "X"
-    assert (meta["source"], meta["release"]) == (["proteins.fasta.gz"], None)
+    assert meta["source"] == ["proteins.fasta.gz"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]  # nothing is left beside it
 
 
 def test_the_order_is_that_of_the_seed_whatever_the_records_files_and_pieces(
         tmp_path, monkeypatch, capsys):
     proteins = random_proteins(600)
-    found = []
+    folders = []
     whole = write_fasta(tmp_path / "whole.fasta", proteins)
     parts = [write_fasta(tmp_path / "a.fa.gz", proteins[200:]),      # 100 duplicates
              write_fasta(tmp_path / "b.fasta", proteins[299::-1])]
     for files in ([whole], parts, parts[::-1]):
-        out = tmp_path / str(len(found))
+        out = tmp_path / str(len(folders))
         prepare(out, *files, val_fraction=0.1)
         for name in ("FLUSH_BYTES", "BUCKET_BYTES"):     # small ones for the next
             monkeypatch.setattr(prepare_uniref50, name, 9_000)
-        found.append(contents(out))
+        folders.append(contents(out))
         # in a line of a job's log, also where proteins come twice
         assert re.search(r"^\r?2/2 sorting: 100%.*\n", capsys.readouterr().err, re.M)
-    metas = [json.loads(files.pop("meta.json")) for files in found]
-    assert found[0] == found[1] == found[2] and metas[1] == metas[2]
+    metas = [json.loads(files.pop("meta.json")) for files in folders]
+    assert folders[0] == folders[1] == folders[2] and metas[1] == metas[2]
     assert metas[1].pop("source") == ["a.fa.gz", "b.fasta"]
     assert [meta["report"].pop("n_duplicates") for meta in metas[:2]] == [0, 100]
-    assert all(metas[0][key] == metas[1][key] for key in ("sets", "report"))
+    assert all(metas[0][name] == metas[1][name] for name in ("sets", "report"))
     prepare(tmp_path / "seeded", whole, seed=1, val_fraction=0.1)
     for name in ("train", "val"):       # the sides are not those of the seed
         first, second = (sequences(tmp_path / folder, name) for folder in ("0", "seeded"))
@@ -170,13 +170,21 @@ def test_a_bad_file_is_refused_by_name_and_leaves_no_folder(
 
 
 @pytest.mark.parametrize("words", [
-    [], ["out", "--seed", "x"], ["out", "--fasta", "a.fasta", "--url", "http://localhost/a"]])
+    [], ["out", "--seed", "x"], ["out", "--fasta"]])
 def test_a_wrong_command_line_is_one_sentence_and_code_2(words, capsys):
     try:
         code = prepare_uniref50.main(words)
     except SystemExit as exit:
         code = exit.code
     assert code == 2 and "error: " in capsys.readouterr().err
+
+
+def test_without_a_file_the_script_that_downloads_one_is_named(out, capsys):
+    assert prepare_uniref50.main([str(out)]) == 2
+    message, = capsys.readouterr().err.splitlines()
+    assert message.startswith("error: found no file of proteins; expected --fasta FILE")
+    assert "bash jobs/download_uniref50.sh" in message
+    assert not out.parent.joinpath("out.partial").exists()
 
 
 def test_a_file_of_somebody_else_in_the_working_folder_stays(tmp_path, out, file):
@@ -203,11 +211,11 @@ def test_a_file_in_place_of_the_working_folder_is_named(tmp_path, out, file, cap
 
 
 def test_settings_that_cannot_be_or_leave_a_set_empty_are_refused(out, file, capsys):
-    for key, value, says in (
+    for name, value, says in (
             ("val_fraction", "nan", "expected"), ("max_sequences", 0, "expected"),
             ("val_fraction", 0.9999999, "puts 0 proteins in training and 50 in validation")):
-        message = refusal(capsys, out, file, **{key: value})
-        assert key in message and says in message
+        message = refusal(capsys, out, file, **{name: value})
+        assert name in message and says in message
     assert list(out.parent.iterdir()) == [file]     # no work that no call could go on from
 
 

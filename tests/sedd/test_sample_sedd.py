@@ -10,10 +10,9 @@ import torch
 
 from launchers import ROOT, fork_ranks
 from ddp_setup import Ddp
-import ddp_setup
 import sample_sedd
-from sample_sedd import (cli, in_groups, like_lengths, reshape_choice, sample_sequences,
-                         scaffold_templates, score_sequences)
+from sample_sedd import (cli, length_groups, reshape_choice, sample_sequences,
+                         scaffold_templates, score_sequences, scores_by_length_group)
 from sedd_cases import NOISE, SIZES, TrueScores, draw_and_score, write_checkpoint
 from sedd.diffusion import make_graph, make_noise
 from sedd.weights import Sedd, export_sedd, load_sedd
@@ -55,13 +54,13 @@ def test_given_letters_stay_and_neither_mask_nor_x_is_drawn(tmp_path, graph, how
 def test_sequences_of_like_lengths_are_computed_together(monkeypatch):
     """From one group to the next a sequence has less than nine tenths of the longest."""
     monkeypatch.setattr(sample_sedd, "WORTH_A_PASS", 1)
-    groups = like_lengths(np.array([100, 99, 91, 89, 50, 49]))
+    groups = length_groups(np.array([100, 99, 91, 89, 50, 49]))
     assert [group.tolist() for group in groups] == [[0, 1, 2], [3], [4, 5]]
 
 
 def test_a_pass_that_saves_little_is_not_made():
     """100 + 89 positions instead of 2 x 100."""
-    assert [group.tolist() for group in like_lengths(np.array([100, 89]))] == [[0, 1]]
+    assert [group.tolist() for group in length_groups(np.array([100, 89]))] == [[0, 1]]
 
 
 @pytest.mark.parametrize("graph", ["absorb", "uniform"])
@@ -80,9 +79,9 @@ def test_scores_in_groups_are_those_of_the_model_at_masks(graph, tmp_path, monke
         xt[asked] = sedd.graph.mask_id
     sigma = torch.rand(4, generator=generator) + 0.1
     with torch.no_grad():
-        found = in_groups(sedd, lengths)(xt, sigma)
+        scores = scores_by_length_group(sedd, lengths)(xt, sigma)
         expected = sedd.model(xt, sigma, real)
-    torch.testing.assert_close(found[asked], expected[asked], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(scores[asked], expected[asked], rtol=1e-4, atol=1e-4)
 
 
 def test_sequences_in_which_nothing_is_unmasked_take_no_pass(tmp_path):
@@ -93,11 +92,12 @@ def test_sequences_in_which_nothing_is_unmasked_take_no_pass(tmp_path):
     seen = []
     with torch.no_grad():
         handle = sedd.model.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-        found = in_groups(sedd, np.array([12, 12, 12]))(xt, torch.ones(3), unmasked)
+        network = scores_by_length_group(sedd, np.array([12, 12, 12]))
+        scores = network(xt, torch.ones(3), unmasked)
         handle.remove()
         expected = sedd.model(xt, torch.ones(3))
     assert [len(rows) for rows in seen] == [1]
-    torch.testing.assert_close(found[unmasked], expected[unmasked], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(scores[unmasked], expected[unmasked], rtol=1e-4, atol=1e-4)
 
 
 def model_file(folder, parameterization):
@@ -130,9 +130,9 @@ def test_a_device_draws_and_scores_as_the_cpu_does(parameterization, tmp_path):
 
 
 def test_a_scaffold_keeps_letters_and_draws_each_length_in_its_range():
-    found = [re.fullmatch("MKT(_{2,4})GSH___W_?", text)[1]
-             for text in scaffold_templates("mkt[2-4]GSH[3]W[0-1]", 60, seed=1)]
-    assert set(found) == {"__", "___", "____"}
+    stretches = [re.fullmatch("MKT(_{2,4})GSH___W_?", text)[1]
+                 for text in scaffold_templates("mkt[2-4]GSH[3]W[0-1]", 60, seed=1)]
+    assert set(stretches) == {"__", "___", "____"}
     with pytest.raises(ValueError, match=r"expected letters and lengths in brackets"):
         scaffold_templates("MKT(4)", 1, 0)
 
@@ -195,7 +195,7 @@ LETTERS = np.append(np.arange(20, 0, -1), 7) * 1e6    # of the training data; X 
 def exact_model(p):
     graph = make_graph("absorb", N_TOKENS)
     return Sedd(TrueScores(torch.from_numpy(p), graph), graph, make_noise("loglinear"), {},
-                LETTERS, None, 60, {}, ())
+                LETTERS, None, 60, ())
 
 
 def test_the_score_of_an_exact_model_is_the_exact_likelihood_within_its_error():
@@ -240,8 +240,8 @@ P = np.arange(1, 21) / 210     # of independent letters
 
 def test_each_position_is_scored_given_all_others():
     expected = -np.log(np.append(P, math.nan))[encode("ACDEXWY")]
-    found = residue_scores(exact_model(P), "ACDEXWY")
-    assert found == pytest.approx(expected, abs=1e-5, nan_ok=True)
+    scores = residue_scores(exact_model(P), "ACDEXWY")
+    assert scores == pytest.approx(expected, abs=1e-5, nan_ok=True)
 
 
 def test_a_variant_is_scored_by_the_ratio_of_its_letters():
@@ -322,10 +322,10 @@ def test_batches_of_variants_do_not_change_their_scores(checkpoint):
     sedd = load_sedd(checkpoint)
     variants = [[[(place, 0)] for place in range(1, 9)], [[(0, 18)], [(4, 0)]]]
     told = []
-    found = score_proteins(sedd, ["AKTCYIGKQ", "GSHHW"], variants,
-                           lambda n, total: told.append((n, total)), tokens=30)
-    assert found[0] == pytest.approx(variant_scores(sedd, "AKTCYIGKQ", variants[0]), rel=1e-4)
-    assert found[1] == pytest.approx(variant_scores(sedd, "GSHHW", variants[1]), rel=1e-4)
+    scores = score_proteins(sedd, ["AKTCYIGKQ", "GSHHW"], variants,
+                            lambda n, total: told.append((n, total)), tokens=30)
+    assert scores[0] == pytest.approx(variant_scores(sedd, "AKTCYIGKQ", variants[0]), rel=1e-4)
+    assert scores[1] == pytest.approx(variant_scores(sedd, "GSHHW", variants[1]), rel=1e-4)
     assert told == [(3, 10), (3, 10), (2, 10), (2, 10)]
 
 
@@ -345,8 +345,6 @@ def test_variants_of_the_same_places_are_scored_together_wherever_they_stand():
     (["--window"], "--window without --score"),
     (["--temperature", "1e-4", "--length", "5"], "expected temperature of 0.001 or more"),
     (["--out", "no/where.fasta"], "in a folder that is missing"),
-    (["--report", __file__, "--out", "new.fasta"], "with which FASTA begins"),
-    (["--report", __file__, "--out", "new.png"], "expected --out NAME.fasta"),
     (["--score", __file__, "--out", __file__], "the result would overwrite"),
     (["--seed", 2**63], f"--seed {2**63}; expected at most"),
     (["--score", __file__, "--window", "--each_position"], "not allowed with"),
@@ -390,35 +388,26 @@ def test_what_is_no_model_is_refused(checkpoint, tmp_path, capsys, extras):
     assert "cannot read" in refused(capsys, tmp_path / "folder")
 
 
-def test_samples_come_with_a_report(checkpoint, tmp_path, capsys, extras):
-    pytest.importorskip("matplotlib")
-    (tmp_path / "ref.fasta").write_text(">a\nMKTAYIAKQRQISFVKSHFSRQ\n")
-    cli([str(checkpoint), "--number", "3", "--steps", "2", "--length", "20", "--report",
-         str(tmp_path / "ref.fasta"), "--out", str(tmp_path / "t0.5")])
-    assert "distinct sequences" in capsys.readouterr().err
-    assert (tmp_path / "t0.5.png").stat().st_size > 10_000
+def test_each_template_of_a_file_is_filled_in_and_keeps_its_letters(checkpoint, tmp_path, capsys):
+    (tmp_path / "templates.fasta").write_text(">one first\nmkt___gshhw\n>two\n_____W\n")
+    cli([str(checkpoint), "--infill", str(tmp_path / "templates.fasta"), "--number", "2",
+         "--steps", "4"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[::2] == [">one_1 length=11", ">one_2 length=11", ">two_1 length=6",
+                          ">two_2 length=6"]
+    for template, sequence in zip(["MKT...GSHHW", "MKT...GSHHW", ".....W", ".....W"], lines[1::2]):
+        assert re.fullmatch(template, sequence) and set(sequence) <= set(AMINO_ACIDS)
 
 
-def test_the_report_is_made_before_the_ranks_leave(checkpoint, tmp_path, monkeypatch, capsys):
-    """They wait for it longer than cleanup_ddp does."""
-    events = []
-    (tmp_path / "ref.fasta").write_text(">a\nMKTAYIAKQRQISFVKSHFSRQ\n")
-
-    def report(samples, reference, picture):
-        events.append("report")
-        return "a report"
-
-    monkeypatch.setattr(ddp_setup, "cleanup_ddp", lambda ddp: events.append("left"))
-    monkeypatch.setattr(sample_sedd, "report", report)
-    cli([str(checkpoint), "--steps", "1", "--length", "9", "--report", str(tmp_path / "ref.fasta"),
-         "--out", str(tmp_path / "new.fasta")])
-    assert events == ["report", "left"] and "a report" in capsys.readouterr().err
-
-
-def test_a_reference_without_residues_is_refused(checkpoint, tmp_path, capsys):
-    (tmp_path / "ref.fasta").write_text(">a\n*\n")
-    assert "ref.fasta, a: found no residue" in refused(
-        capsys, checkpoint, "--report", tmp_path / "ref.fasta", "--out", tmp_path / "new")
+def test_export_writes_a_folder_that_draws_the_same(checkpoint, tmp_path, capsys):
+    pytest.importorskip("safetensors")
+    cli([str(checkpoint), "--export", str(tmp_path / "model")])
+    texts = []
+    for model in (checkpoint, tmp_path / "model"):
+        capsys.readouterr()
+        cli([str(model), "--number", "3", "--steps", "4"])
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != ""
 
 
 def test_a_template_without_a_free_place_is_refused(checkpoint, tmp_path, capsys):

@@ -7,16 +7,27 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from training import fast_linear
+import train_sedd_ddp
+from ddp_setup import Ddp
+from sedd import fast_cpu, model as network
 from sedd_cases import CASES, entries, near, seeded, small_batch, small_model
 from sedd.diffusion import (AbsorbingGraph, UniformGraph, make_graph, make_noise, sample,
                             sample_scheduled, score_entropy_loss)
-from sedd.fast_cpu import FastSEDD
-from sedd.model import EMA, SEDD, flops_per_position, load_official
+from sedd.model import EMA, SEDD, Block, Head, flops_per_position, load_official
+from training import fast_linear
 from training.config import CommonOptim
 from training.loop import rate_share
 
-KINDS = pytest.mark.parametrize("kind", [SEDD, FastSEDD])
+SMALL = train_sedd_ddp.Model(hidden_size=32, n_blocks=2, n_heads=4, cond_dim=16)
+EACH_WAY = pytest.mark.usefixtures("each_way")
+
+
+@pytest.fixture(params=["as on a CPU", "as on another device"])
+def each_way(request, monkeypatch):
+    """A CPU has functions of its own, which other devices do not take."""
+    if request.param == "as on another device":
+        for module in (network, fast_cpu, fast_linear):
+            monkeypatch.setattr(module, "on_cpu", lambda x: False)
 
 
 @pytest.fixture(scope="module")
@@ -24,11 +35,11 @@ def fixture(shared):
     return torch.load(shared / "fixtures" / "sedd.pt", weights_only=True)
 
 
-def official_model(fixture, graph_name, loaded=True, kind=SEDD, **kwargs):
+def official_model(fixture, graph_name, loaded=True, **kwargs):
     sizes = [fixture[f"cfg_{key}"] for key in ("hidden", "blocks", "heads", "cond")]
-    of_graph = entries(fixture, graph_name)
-    scaled = of_graph["scale_by_sigma"] == 1
-    model = kind(of_graph["vocab"], *sizes, scale_by_sigma=scaled, **kwargs)
+    case = entries(fixture, graph_name)
+    scaled = case["scale_by_sigma"] == 1
+    model = SEDD(case["vocab"], *sizes, scale_by_sigma=scaled, **kwargs)
     if loaded:      # the names are those of a model in DDP
         weights = entries(fixture, graph_name, "model")
         load_official(model, {f"module.{name}": value for name, value in weights.items()})
@@ -38,19 +49,19 @@ def official_model(fixture, graph_name, loaded=True, kind=SEDD, **kwargs):
 # ---- against the official code ----
 
 @CASES
-@KINDS
-def test_log_scores_agree_with_the_official_code(fixture, graph_name, noise_name, kind):
+@EACH_WAY
+def test_log_scores_agree_with_the_official_code(fixture, graph_name, noise_name):
     case = entries(fixture, graph_name, noise_name)
     xt = case["xt"]
     sigma = case["sigma"]
-    model = official_model(fixture, graph_name, kind=kind)
+    model = official_model(fixture, graph_name)
     assert [name for name, _ in model.named_parameters()] == fixture["param_names"].split("\n")
     log_score = model(xt, sigma)
     near(log_score, case["log_score"], rtol=1e-4, atol=1e-4)
     assert (log_score.gather(-1, xt[..., None]) == 0).all()
     everything = torch.ones_like(xt, dtype=torch.bool)
     near(model(xt, sigma, everything), case["log_score"], rtol=1e-4, atol=1e-4)
-    fresh = official_model(fixture, graph_name, loaded=False, kind=kind)
+    fresh = official_model(fixture, graph_name, loaded=False)
     near(fresh(xt[:2], sigma[:2]), case["log_score_fresh"], rtol=1e-4, atol=1e-4)
 
 
@@ -70,27 +81,25 @@ def backward(model, case, dtype=torch.float32):
     return log_score, loss
 
 
-def compare_gradients(model, case, of_norms, of_tensors):
+def compare_gradients(model, case, rtol_norms, rtol_tensors):
     """Compare with the official gradients: all norms, and two tensors, each relative."""
     near(torch.stack([p.grad.norm() for p in model.parameters()]), case["grad_norms"],
-         rtol=of_norms)
-    for found, key in ((model.vocab_embed.embedding.grad, "grad_embed"),
+         rtol=rtol_norms)
+    for grad, name in ((model.vocab_embed.embedding.grad, "grad_embed"),
                        (model.output_layer.linear.weight.grad, "grad_out_weight")):
-        assert (found - case[key]).norm() < of_tensors * case[key].norm()
+        assert (grad - case[name]).norm() < rtol_tensors * case[name].norm()
 
 
+@EACH_WAY
 @pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("dtype, way", [
-    (torch.float32, (SEDD, "plain")), (torch.float32, (FastSEDD, "by torch")),
-    (torch.float32, (FastSEDD, "by oneDNN")), (torch.bfloat16, (SEDD, "plain")),
-    (torch.bfloat16, (FastSEDD, "by torch"))])
+@pytest.mark.parametrize("dtype, by_onednn", [(torch.float32, False), (torch.float32, True),
+                                              (torch.bfloat16, False)])
 @CASES
-def test_gradients_agree_with_the_official_code(fixture, graph_name, noise_name, dtype, way,
-                                                training, monkeypatch):
-    kind, products = way
-    monkeypatch.setattr(fast_linear, "onednn_is_faster", lambda *_: products == "by oneDNN")
+def test_gradients_agree_with_the_official_code(  # noqa: PLR0913  (dimensions of a table)
+        fixture, graph_name, noise_name, dtype, by_onednn, training, monkeypatch):
+    monkeypatch.setattr(fast_linear, "onednn_is_faster", lambda *_: by_onednn)
     case = entries(fixture, graph_name, noise_name)
-    model = official_model(fixture, graph_name, kind=kind, dropout=0.0).train(training)
+    model = official_model(fixture, graph_name, dropout=0.0).train(training)
     log_score, loss = backward(model, case, dtype)
     near(log_score, case["log_score"], atol=0.02)
     near(loss, case["loss"], rtol=3e-3, atol=1e-3)
@@ -98,11 +107,11 @@ def test_gradients_agree_with_the_official_code(fixture, graph_name, noise_name,
     compare_gradients(model, case, *tolerances[dtype])
 
 
-@KINDS
-def test_three_training_steps_agree_with_the_official_code(fixture, kind):
+@EACH_WAY
+def test_three_training_steps_agree_with_the_official_code(fixture):
     case = entries(fixture, "absorb", "loglinear")
     expected = entries(fixture, "train3")
-    model = official_model(fixture, "absorb", kind=kind)
+    model = official_model(fixture, "absorb")
     optim = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0)
     ema = EMA(model.parameters(), decay=0.9999)
     for step in range(len(expected["loss"])):
@@ -114,32 +123,63 @@ def test_three_training_steps_agree_with_the_official_code(fixture, kind):
         optim.step()
         ema.update(model.parameters())
     averages = dict(zip((name for name, _ in model.named_parameters()), ema.shadow_params))
-    for kind, found in (("param", dict(model.named_parameters())), ("ema", averages)):
+    for kind, tensors in (("param", dict(model.named_parameters())), ("ema", averages)):
         values = entries(fixture, "train3", kind)
         assert values
         for name, value in values.items():  # Adam may flip the sign of a gradient of almost zero
-            assert ((found[name] - value).abs() <= 2e-6).float().mean() >= 0.999
+            assert ((tensors[name] - value).abs() <= 2e-6).float().mean() >= 0.999
+
+
+# ---- what stands in sedd/model.py is what trains ----
+
+PRECISIONS = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+
+def training_loss(model, graph, dtype):
+    """That of train_sedd_ddp.py, of a batch with padding."""
+    x0, xt, mask, _, sigma, dsigma = small_batch(graph)
+    batch = {"x0": x0, "xt": xt, "mask": mask, "sigma": sigma, "dsigma": dsigma, "full": False}
+    loss, _ = train_sedd_ddp.micro_batch_loss(model, batch, graph, Ddp(), dtype)
+    return loss
+
+
+@EACH_WAY
+@PRECISIONS
+@pytest.mark.parametrize("changed", [Block, Head])
+def test_a_change_of_forward_in_a_block_or_the_head_changes_the_loss(changed, dtype, monkeypatch):
+    graph = AbsorbingGraph(21)
+    model = train_sedd_ddp.make_model(train_sedd_ddp.Config(model=SMALL), graph)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.2)
+    model.eval()            # no dropout
+    before = training_loss(model, graph, dtype)
+    forward = changed.forward
+    monkeypatch.setattr(changed, "forward", lambda *inputs: forward(*inputs).roll(1, -1))
+    assert abs(training_loss(model, graph, dtype) / before - 1) > 0.01
+
+
+@EACH_WAY
+@PRECISIONS
+def test_every_part_of_the_network_is_called_in_training(dtype):
+    """So hooks on it, and layers put in its place, as for LoRA, have their effect."""
+    graph = AbsorbingGraph(21)
+    model = train_sedd_ddp.make_model(train_sedd_ddp.Config(model=SMALL), graph)
+    called = set()
+    for name, module in model.named_modules():
+        module.register_forward_hook(lambda *_, name=name: called.add(name))
+    training_loss(model.train(), graph, dtype)
+    assert {name for name, _ in model.named_modules()} - called == {"blocks"}   # a list
 
 
 # ---- which log scores ----
 
-@KINDS
-@pytest.mark.parametrize("graph", [AbsorbingGraph(21), UniformGraph(21)])
-def test_log_scores_are_those_of_the_plain_network_in_training_as_in_evaluation(graph, kind):
-    _, xt, mask, _, sigma, _ = small_batch(graph)
-    expected = small_model(graph).eval()(xt, sigma, mask)
-    model = small_model(graph, kind, dropout=0.0)
-    for mode in (model.train(), model.eval()):
-        near(mode(xt, sigma, mask), expected, atol=1e-5)
-
-
-@KINDS
+@EACH_WAY
 @pytest.mark.parametrize("training", [True, False])
-def test_log_scores_that_are_not_wanted_are_0_and_pass_no_gradient_back(kind, training):
+def test_log_scores_that_are_not_wanted_are_0_and_pass_no_gradient_back(training):
     graph = UniformGraph(21)
     _, xt, mask, _, sigma, _ = small_batch(graph)
     wanted = torch.rand(xt.shape, generator=seeded()) < 0.3
-    model = small_model(graph, kind, dropout=0.0).train(training)
+    model = small_model(graph, dropout=0.0).train(training)
     gradients = []
     for given in (None, wanted):
         model.zero_grad()
@@ -190,11 +230,11 @@ def test_subs_makes_the_score_entropy_cross_entropy_over_t():
 GATES = {"attention": 2, "MLP": 5}   # of the six parts of adaLN_modulation
 
 
-@KINDS
+@EACH_WAY
 @pytest.mark.parametrize("closed", GATES)
-def test_dropout_acts_on_each_branch_in_training(closed, kind):
+def test_dropout_acts_on_each_branch_in_training(closed):
     graph = AbsorbingGraph(21)
-    model = small_model(graph, kind, dropout=0.5)
+    model = small_model(graph, dropout=0.5)
     for block in model.blocks:
         for parameter in block.adaLN_modulation.parameters():
             parameter.data.unflatten(0, (6, -1))[GATES[closed]] = 0
@@ -336,7 +376,7 @@ def test_averages_are_swapped_in_and_back_even_when_the_block_fails():
 def test_averages_of_another_model_are_refused():
     saved = EMA(SEDD(22, 16, 1, 2, cond_dim=8).parameters()).state_dict()
     ema = EMA(SEDD(22, 16, 1, 2, cond_dim=8).parameters())
-    with pytest.raises(ValueError, match="index 0"):
+    with pytest.raises(ValueError, match="as in the model"):
         ema.load_state_dict({**saved, "shadow_params": saved["shadow_params"][::-1]})
 
 

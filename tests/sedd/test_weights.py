@@ -1,86 +1,123 @@
-"""Files of SEDD's weights: what is exported is what was loaded."""
+"""Files of SEDD's weights: what is exported is what was loaded, and what is no model is refused."""
+
+import json
 
 import pytest
 import torch
 
-from sedd.model import load_official
 from sedd.weights import export_sedd, load_sedd
-from sedd_cases import write_checkpoint
+from sedd_cases import BOTH_GRAPHS, entries, write_checkpoint, write_published
 from training_runs import equal
 
 
-@pytest.mark.parametrize("graph", ["absorb", "uniform"])
-def test_averages_or_weights_as_saved_are_exported_to_the_last_bit(tmp_path, graph, extras):
-    state = torch.load(write_checkpoint(tmp_path / "best.pt", graph))
-    sedd, last = (load_sedd(tmp_path / "best.pt", ema=ema) for ema in (True, False))
-    assert equal(state["ema"]["shadow_params"], [*sedd.model.parameters()])
+@BOTH_GRAPHS
+def test_averages_are_taken_unless_the_last_weights_are_asked_for(tmp_path, graph_name):
+    path = write_checkpoint(tmp_path / "best.pt", graph_name)
+    state = torch.load(path)
+    averaged = load_sedd(path)
+    last = load_sedd(path, ema=False)
+    assert equal(state["ema"]["shadow_params"], [*averaged.model.parameters()])
     assert equal(state["model"], last.model.state_dict())
+    assert "averaged weights" in averaged.notes[0] and "weights as saved" in last.notes[0]
+
+
+# ---- exported folders ----
+
+@BOTH_GRAPHS
+def test_an_exported_folder_loads_to_the_last_bit(tmp_path, graph_name):
     pytest.importorskip("safetensors")
-    for name in ("folder", "published.pth"):
-        export_sedd(sedd, tmp_path / name)
-        again = load_sedd(tmp_path / name)
-        times = torch.tensor([0.1, 0.5, 1.0])
-        assert equal(sedd.model.state_dict(), again.model.state_dict())
-        assert (again.config, again.max_length) == (sedd.config, 40)
-        assert (again.letters == range(100, 121)).all() and (again.lengths == sedd.lengths).all()
-        assert torch.equal(again.noise(times)[0], sedd.noise(times)[0])
-        with pytest.raises(FileExistsError):
-            export_sedd(sedd, tmp_path / name)
-    assert load_sedd(tmp_path / "folder").about == sedd.about
-    official = torch.load(tmp_path / "published.pth", weights_only=True)
-    assert load_official(sedd.model, official) == "ema"
-    for name in ("last", "last.pth"):
-        export_sedd(last, tmp_path / name)
-        assert "weights as saved" in load_sedd(tmp_path / name).notes[0]
-    card = (tmp_path / "folder" / "README.md").read_text()
-    assert "averages over" in card and ("the mask comes last" in card) == (graph == "absorb")
-    assert "not averaged" in (tmp_path / "last" / "README.md").read_text()
-    write_checkpoint(tmp_path / "by.pt", graph, "sequence", best={"step": 2, "score": 99.0})
-    export_sedd(load_sedd(tmp_path / "by.pt"), tmp_path / "by")
-    assert "99.0000 nats per protein" in (tmp_path / "by" / "README.md").read_text()
+    sedd = load_sedd(write_checkpoint(tmp_path / "best.pt", graph_name))
+    export_sedd(sedd, tmp_path / "folder")
+    again = load_sedd(tmp_path / "folder")
+    times = torch.tensor([0.1, 0.5, 1.0])
+    assert equal(sedd.model.state_dict(), again.model.state_dict())
+    assert torch.equal(again.noise(times)[0], sedd.noise(times)[0])
+    assert (again.graph.absorb, again.max_length) == (graph_name == "absorb", 40)
+    assert (again.letters == range(100, 121)).all() and (again.lengths == sedd.lengths).all()
 
 
-# ---- files that lie ----
-
-DELETED = object()
-
-
-def changed(state, keys, value):
-    """A copy of nested dicts with another value, or none, under these keys."""
-    first, *rest = keys.split("/")
-    new = dict(state)
-    if rest:
-        new[first] = changed(new[first], "/".join(rest), value)
-    elif value is DELETED:
-        del new[first]
-    else:
-        new[first] = value
-    return new
+@pytest.fixture
+def published(shared, tmp_path):
+    """(weights of the official code, their file)."""
+    weights = entries(torch.load(shared / "fixtures" / "sedd.pt", weights_only=True),
+                      "absorb", "model")
+    torch.save({"model": weights}, tmp_path / "published.pth")
+    return weights, tmp_path / "published.pth"
 
 
-@pytest.mark.parametrize("key, value", [
-    ("config/model/hidden_size", 10**6), ("config/model/n_blocks", 10**5),
-    ("config/model/cond_dim", 10**18), ("config/model/n_heads", 1.5),
-    ("config/model/cond_dim", DELETED), ("config", DELETED), ("config/graph", "absorb"),
-    ("config/noise/eps", float("nan")), ("config/noise/eps", 7.0), ("config/noise/eps", DELETED),
-    ("config/data/max_length", None), ("letters", [1] * 20), ("lengths", [5]),
-    ("lengths", [10**30]), ("best", {"step": "x"}), ("about", {"averaged": [1]}),
-    ("ema/shadow_params", [1]), ("model/output_layer.linear.weight", "x"),
-    ("model/vocab_embed.embedding", torch.zeros(1).expand(22, 10**9))])
-def test_a_checkpoint_with_a_value_that_cannot_be_is_refused_by_its_name(tmp_path, key, value):
-    path = write_checkpoint(tmp_path / "best.pt")
-    torch.save(changed(torch.load(path), key, value), path)
-    with pytest.raises(ValueError, match="best.pt"):
+def test_an_export_holds_the_tensors_of_the_published_file_it_was_made_of(published, tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    weights, path = published
+    export_sedd(load_sedd(path), tmp_path / "folder")
+    exported = safetensors.load_file(tmp_path / "folder" / "model.safetensors")
+    assert exported.keys() == weights.keys()
+    for name, value in weights.items():
+        torch.testing.assert_close(exported[name], value, rtol=1e-6, atol=0)
+
+
+def test_the_config_of_an_export_says_what_the_published_code_builds_a_model_from(tmp_path):
+    """Its keys: louaaron/Score-Entropy-Discrete-Diffusion, model/transformer.py."""
+    pytest.importorskip("safetensors")
+    export_sedd(load_sedd(write_checkpoint(tmp_path / "best.pt", "uniform")), tmp_path / "folder")
+    config = json.loads((tmp_path / "folder" / "config.json").read_text())
+    expected = {"hidden_size": 32, "n_blocks": 2, "n_heads": 2, "cond_dim": 16, "length": 40,
+                "scale_by_sigma": False, "dropout": 0.0}
+    assert {name: config["model"][name] for name in expected} == expected
+    assert (config["tokens"], config["graph"]["type"], config["noise"]["type"]) == (
+        21, "uniform", "loglinear")
+
+
+def test_an_export_never_replaces_what_is_there(tmp_path):
+    sedd = load_sedd(write_checkpoint(tmp_path / "best.pt"))
+    with pytest.raises(FileExistsError, match="expected a new name"):
+        export_sedd(sedd, tmp_path / "best.pt")
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", "null", "{", '{"model": {}}'])
+def test_a_folder_whose_config_is_of_no_model_is_refused(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match="config.json does not describe a model"):
+        load_sedd(tmp_path)
+
+
+# ---- files ----
+
+@pytest.mark.parametrize("graph, noise", [("absorb", "loglinear"), ("uniform", "geometric")])
+def test_the_settings_of_a_published_file_follow_from_its_weights(tmp_path, graph, noise):
+    checkpoint = write_checkpoint(tmp_path / "best.pt", graph)
+    sedd = load_sedd(write_published(tmp_path / "published.pth", checkpoint))
+    sizes = load_sedd(checkpoint).config["model"]
+    assert sedd.config["model"].items() <= sizes.items()
+    assert (sedd.config["graph"]["type"], sedd.config["noise"]["type"]) == (graph, noise)
+    assert f"assumed are ACDEFGHIKLMNPQRSTVWYX and {noise}" in sedd.notes[1]
+
+
+def test_a_published_file_of_other_tokens_is_refused(tmp_path):
+    path = write_published(tmp_path / "text.pth", write_checkpoint(tmp_path / "best.pt"))
+    state = torch.load(path)
+    state["model"]["vocab_embed.embedding"] = torch.zeros(50258, 32)
+    torch.save(state, path)
+    with pytest.raises(ValueError, match="the alphabet is one of 50258 tokens"):
         load_sedd(path)
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, "[]", "{}", "null"])
-def test_an_exported_folder_whose_config_is_none_is_refused(tmp_path, text, extras):
-    pytest.importorskip("safetensors")
-    export_sedd(load_sedd(write_checkpoint(tmp_path / "best.pt")), tmp_path / "folder")
-    (tmp_path / "folder" / "config.json").write_text(text)
-    with pytest.raises(ValueError, match="config.json"):
-        load_sedd(tmp_path / "folder")
+def test_weights_that_do_not_fit_their_config_are_named(tmp_path):
+    path = write_checkpoint(tmp_path / "best.pt")
+    state = torch.load(path)
+    state["config"]["model"] = {**state["config"]["model"], "n_blocks": 3}
+    torch.save(state, path)
+    with pytest.raises(ValueError, match="best.pt: .* missing blocks.2.norm1.weight"):
+        load_sedd(path)
+
+
+def test_a_checkpoint_with_a_wrong_byte_among_its_numbers_is_refused(tmp_path):
+    path = write_checkpoint(tmp_path / "best.pt")
+    numbers = torch.load(path)["ema"]["shadow_params"][0].numpy().tobytes()
+    content = path.read_bytes()
+    assert numbers in content
+    path.write_bytes(content.replace(numbers, numbers[::-1]))
+    with pytest.raises(ValueError, match="best.pt is damaged"):
+        load_sedd(path)
 
 
 @pytest.mark.parametrize("saved, taken", [(["best.pt", "last.pt"], "best.pt"),

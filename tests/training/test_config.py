@@ -1,20 +1,18 @@
 """Configuration: what YAML and the command line may say; all else is refused where it stands."""
 
-import math
 import re
 from dataclasses import dataclass, field, make_dataclass
 from operator import attrgetter
-from typing import Any, Literal, Optional
+from typing import Literal, Optional
 
 import pytest
-import torch
 
 import train_dpo_ddp
 import train_sedd_ddp
 from launchers import ROOT
 from training.config import (CommonMemory, CommonMonitoring, CommonOptim, CommonTraining,
                              DdpSection, check_common, config_differences, key, key_fields,
-                             keys_that, load_config, read_fields, refuse_config)
+                             keys_that, load_config, refuse_config)
 
 
 @dataclass
@@ -49,9 +47,9 @@ def load(tmp_path, text, *overrides):
     return load_config(Config, path, overrides)
 
 
-def assignment(key, text):
+def assignment(dotted, text):
     """YAML that gives one key, which may be in a section."""
-    section, _, name = key.rpartition(".")
+    section, _, name = dotted.rpartition(".")
     return f"{section}: {{{name}: {text}}}" if section else f"{name}: {text}"
 
 
@@ -61,7 +59,7 @@ def refusal(tmp_path, text, *overrides):
     return str(caught.value)
 
 
-@pytest.mark.parametrize("key, text, value", [
+@pytest.mark.parametrize("dotted, text, value", [
     ("optim.lr", "1e-4", 1e-4), ("optim.lr", "3", 3.0), ("optim.lr", "'1e-4'", 1e-4),
     ("seed", "1e6", 10**6), ("seed", str(2**63 - 1), 2**63 - 1), ("seed", "010", 10),
     ("seed", "-1", -1),
@@ -70,14 +68,15 @@ def refusal(tmp_path, text, *overrides):
     ("optim.scale", "sqrt", "sqrt"), ("optim.scale", "{cap: 4}", {"cap": 4.0}),
     ("training.batch_size", "null", None), ("optim.betas", "[0.9, 98e-2]", (0.9, 0.98)),
     ("optim.milestones", "[1, 1e3]", (1, 1000))])
-def test_a_value_is_read_as_the_type_of_its_field_in_file_and_command(tmp_path, key, text, value):
-    for config in (load(tmp_path, assignment(key, text)),
-                   load_config(Config, None, [f"{key}={text}"])):
-        found = attrgetter(key)(config)
-        assert found == value and type(found) is type(value)
+def test_a_value_is_read_as_the_type_of_its_field_in_file_and_command(
+        tmp_path, dotted, text, value):
+    for config in (load(tmp_path, assignment(dotted, text)),
+                   load_config(Config, None, [f"{dotted}={text}"])):
+        converted = attrgetter(dotted)(config)
+        assert converted == value and type(converted) is type(value)
 
 
-@pytest.mark.parametrize("key, texts, says", [
+@pytest.mark.parametrize("dotted, texts, says", [
     ("optim.lr", ("true", "nan", "1e999", "abc", "[1]", "null"), "expected a number"),
     ("training.accum", ("1.5", "true", "1:30:00", "1e999", "1_"), "expected a whole number"),
     ("training.checkpointing", ("1", "'true'", "null"), "expected true or false"),
@@ -88,12 +87,12 @@ def test_a_value_is_read_as_the_type_of_its_field_in_file_and_command(tmp_path, 
     ("optim.milestones", ("[1, x]",), "milestones[1] is 'x'"),
     ("seed", (str(2**63), str(-2**70), "1e400"), "expected a whole number"),
     ("graph", ("absorbing", "off"), "one of absorb, uniform")])
-def test_a_value_of_another_type_is_refused_with_what_is_expected(tmp_path, key, texts, says):
+def test_a_value_of_another_type_is_refused_with_what_is_expected(tmp_path, dotted, texts, says):
     for text in texts:
-        message = refusal(tmp_path, assignment(key, text))
-        assert f"config.yaml: {key}" in message and says in message
-    with pytest.raises(ValueError, match=f"command line, .*{key}.* is .*; expected"):
-        load_config(Config, None, [f"{key}={texts[0]}"])
+        message = refusal(tmp_path, assignment(dotted, text))
+        assert f"config.yaml: {dotted}" in message and says in message
+    with pytest.raises(ValueError, match=f"command line, .*{dotted}.* is .*; expected"):
+        load_config(Config, None, [f"{dotted}={texts[0]}"])
 
 
 @pytest.mark.parametrize("limits, inside, outside, expected", [
@@ -117,62 +116,8 @@ def test_a_key_with_a_limit_of_another_name_is_refused():
         key(1, minimum=0)
 
 
-# ---- files of other kinds ----
-
-@dataclass
-class Best:
-    step: int = key(least=0)
-    score: float = key()
-
-
-@dataclass
-class Saved:
-    step: int
-    kind: Literal["absorb", "uniform"]
-    weights: dict[str, torch.Tensor]
-    best: Best | None = None
-    letters: list[int] | None = key(None, least=0)
-    more: Any = None
-
-
-def test_a_file_is_read_into_the_types_of_its_fields():
-    weights = {"a": torch.zeros(2)}
-    values = {"step": 3, "kind": "absorb", "weights": weights, "best": {"step": 2.0, "score": 1},
-              "letters": [1, 2], "more": {"a": (1, None)}, "unknown": object()}
-    found = read_fields(Saved, values, "x.pt")
-    assert found == Saved(3, "absorb", weights, Best(2, 1.0), [1, 2], {"a": (1, None)})
-    assert type(found.best.step) is int and type(found.best.score) is float
-    assert read_fields(Saved, {"step": 3, "kind": "absorb", "weights": {}}, "x.pt").best is None
-
-
-@pytest.mark.parametrize("values, sentence", [
-    ([1], "x.pt holds [1]; expected a mapping with step, kind, weights, best, letters, more"),
-    ({"step": "x"}, "x.pt: step is 'x'; expected a whole number"),
-    ({"step": True}, "x.pt: step is True; expected a whole number"),
-    ({"step": 1.5}, "x.pt: step is 1.5; expected a whole number"),
-    ({"step": 2**80}, f"x.pt: step is {2**80}; expected a whole number"),
-    ({"step": 1}, "x.pt has no kind; expected one of absorb, uniform"),
-    ({"kind": torch.zeros(2)}, "x.pt: kind is tensor([0., 0.]); expected one of absorb, uniform"),
-    ({"weights": {"a": [1]}}, "x.pt: weights['a'] is [1]; expected a Tensor"),
-    ({"weights": {1: 1}}, "x.pt: weights: key 1 is 1; expected text"),
-    ({"best": {"step": 1}}, "x.pt: best has no score; expected a number"),
-    ({"best": {"step": -1}}, "x.pt: best.step is -1; expected at least 0"),
-    ({"best": 3}, "x.pt: best is 3; expected a mapping with step, score or null"),
-    ({"best": {"step": 1, "score": math.nan}}, "x.pt: best.score is nan; expected a number"),
-    ({"letters": [1, -1]}, "x.pt: letters is [1, -1]; expected at least 0"),
-    ({"letters": [1, "a"]}, "x.pt: letters[1] is 'a'; expected a whole number")])
-def test_the_first_value_of_a_file_that_does_not_fit_is_named(values, sentence):
-    good = {"step": 1, "kind": "absorb", "weights": {}}
-    if isinstance(values, dict) and values != {"step": 1}:
-        values = {**good, **values}
-    with pytest.raises(ValueError) as caught:
-        read_fields(Saved, values, "x.pt")
-    assert str(caught.value) == f"{sentence}."
-
-
 @pytest.mark.parametrize("text, advice", [
     ("optim: {warm_up: 3}", "unknown key 'optim.warm_up'. Did you mean 'optim.warmup'?"),
-    ("optim: {qqq: 3}", "Of keys that are gone, docs/migrating.md says"),
     ("optimizer: {lr: 3}", "unknown section or key 'optimizer'. Did you mean 'optim'?"),
     ("optim: {accum: 3}", "Did you mean 'training.accum'?"),
     ("optim: {qqqq: 3}", "Known here: lr, warmup, betas, milestones, scale"),
@@ -226,15 +171,6 @@ def test_a_key_that_there_is_no_longer_is_a_difference():
     assert config_differences(former, Config()) == ["optim.momentum: 0.9 -> (absent)"]
 
 
-@pytest.mark.parametrize("key, same, other", [
-    ("training.min_delta", 0.0, 0.5), ("ddp.bucket_cap_mb", None, 4)])
-def test_a_key_that_is_gone_is_a_difference_only_if_it_changed_what_a_run_does(key, same, other):
-    section, _, name = key.partition(".")
-    assert config_differences({section: {name: same}}, Config()) == []
-    assert config_differences({section: {name: other}}, Config()) == [f"{key}: {other} -> (absent)"]
-    assert config_differences({"memory": {"structure_cache_mb": 99}}, Config()) == []
-
-
 # ---- checks that all training scripts share ----
 
 @dataclass
@@ -260,7 +196,7 @@ def texts_on(*overrides):
         return [re.sub("^command line, '.*?': |[.]$", "", line) for line in str(error).split("\n")]
 
 
-@pytest.mark.parametrize("overrides, found", [
+@pytest.mark.parametrize("overrides, says", [
     (["training.seed=-1"], "training.seed is -1"),
     (["memory.max_memory_per_gpu=1.5"], "memory.max_memory_per_gpu is 1.5"),
     (["optim.scale=linear"], "optim.scale is linear"),
@@ -277,9 +213,9 @@ def texts_on(*overrides):
     *[([f"training.profile={text}"], "training.profile is ")
       for text in ("10", "0:3", "13:10", "1:51", "a:b", "1:2:3", "''")],
     (["training.keep_last=0"], "training.keep_last is 0")])
-def test_a_value_that_makes_no_sense_is_named(overrides, found):
+def test_a_value_that_makes_no_sense_is_named(overrides, says):
     text, = texts_on(*overrides)
-    assert text.startswith(found) and "; expected " in text
+    assert text.startswith(says) and "; expected " in text
 
 
 def test_every_such_value_is_named_at_once():
@@ -326,12 +262,3 @@ def test_keys_are_found_by_what_their_fields_say():
     assert list(key_fields(config)) == ["s.a", "s.b", "c"]
     assert keys_that(config, "may_change") == ("s.a", "c")
     assert keys_that(config, "per_host") == ("c",)
-
-
-def test_a_key_that_is_gone_is_read_over_with_its_default_and_else_named(tmp_path):
-    path = tmp_path / "config.yaml"     # as a run of before wrote it
-    path.write_text("training: {min_delta: 0.0}\nddp: {static_graph: false, bucket_cap_mb: null}\n"
-                    "memory: {structure_cache_mb: 99}\n")
-    assert load_config(train_dpo_ddp.Config, path) == train_dpo_ddp.Config()
-    with pytest.raises(ValueError, match="training.min_delta is '0.5', and this key is gone"):
-        load_config(train_dpo_ddp.Config, path, ["training.min_delta=0.5"])

@@ -12,10 +12,10 @@ def test_a_product_by_onednn_has_the_values_and_gradients_of_torch(monkeypatch, 
     monkeypatch.setattr(fast_linear, "onednn_is_faster", lambda *_: True)
     torch.manual_seed(0)
     inputs = [torch.randn(2, 5, 256), torch.randn(384, 256), torch.randn(384)][:2 + with_bias]
-    found = []
+    results = []
     for product in (F.linear, fast_linear.fast_linear):
         leaves = [x.clone().requires_grad_() for x in inputs]
         y = product(*leaves)
         y.square().sum().backward()
-        found.append([y.detach(), *(x.grad for x in leaves)])
-    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-3)
+        results.append([y.detach(), *(x.grad for x in leaves)])
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-3)

@@ -2,28 +2,27 @@
 
 import contextlib
 import copy
-import dataclasses
+import gzip
+import json
 import math
 import os
 import shutil
 import subprocess
 import sys
-import types
 
 import pytest
 import torch
 
-from ddp_setup import Ddp, all_sum, load_checkpoint, wrap_ddp
+from ddp_setup import Ddp, all_sum, gather, load_checkpoint  # noqa: F401  (gather: for on_ranks)
 from ddp_watch import watch_run
 from launchers import ROOT
-from toy_run import Blocks, Rows, loss_of as loss_of_toy, steps, toy
-from training.config import CommonMonitoring
-from training.precision import compile_blocks
-from sedd.fast_cpu import FastSEDD
-from training.loop import (after_step, eval_mode, global_gradient, open_batches, read_totals,
-                           record_score, scale_for_batch, share_of, take_step)
+from toy_run import Blocks, Rows, compute_gradient, loss_of as loss_of_toy, steps, take_step, toy
+from sedd.model import SEDD
+from training.loop import (Totals, after_step, eval_mode, open_batches, open_trace, record_score,
+                           scale_for_batch, share_of)
+from training.precision import compile_blocks, grad_scaler
 from training_runs import (SCRIPTS, dataset_of, loss_of, losses, needs_pretended_device, on_ranks,
-                           take_steps, train)
+                           train)
 
 
 # ---- the step ----
@@ -115,7 +114,8 @@ def test_a_loss_of_nan_with_a_finite_gradient_is_bad_in_each_micro_batch(bad):
     def loss_nan_in_one(model, batch):
         loss, sums = loss_of_toy(model, batch)
         calls.append(loss)
-        return (loss + math.nan if len(calls) == bad + 1 else loss), sums
+        nan = math.nan if len(calls) == bad + 1 else 0.0
+        return loss + nan, sums + nan
 
     run = toy(micro_batches=2, optimizer="adamw")
     _, _, moved = next(steps(run, 1, loss_of=loss_nan_in_one))
@@ -130,7 +130,10 @@ def test_random_numbers_of_a_micro_batch_hang_on_its_seed_alone():
         return loss_of_toy(model, batch)
 
     batches = [{**Rows()[0, micro], "seed": seed} for micro, seed in enumerate((7, 3, 7))]
-    global_gradient(toy().model, batches, loss_that_draws, Ddp())
+    run = toy()
+    with watch_run(Ddp(), minutes=0) as watch:
+        compute_gradient(run, batches, lambda batch: loss_that_draws(run.model, batch), watch,
+                         Ddp())
     assert drawn[0] == drawn[2] != drawn[1]
 
 
@@ -142,27 +145,35 @@ def test_a_model_goes_back_to_the_mode_that_it_had(training):
     assert model.training == training
 
 
-def a_step_with_a_nan_loss_on_rank_1(ddp, in_float16):
-    """(how far it moved the weights of each rank, bad steps, scale of the loss)."""
+def a_step_with_a_nan_loss_on_rank_1(ddp, dtype):
+    """(how far it moved the weights of all ranks, bad steps)."""
     def nan_loss(model, batch):
         loss, sums = loss_of_toy(model, batch)
         if ddp.rank == 1:
             loss = loss + math.nan   # whose gradient is finite
+            sums = sums + math.nan
         return loss, sums
 
     run = toy(ddp=ddp, micro_batches=3, optimizer="adamw")
-    if in_float16:
-        run.scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-    _, norm, moved = next(steps(run, 1, ddp=ddp, loss_of=nan_loss))
-    return all_sum(moved, ddp), run.progress["bad_steps"], run.scaler.get_scale(), math.isnan(norm)
+    run.scaler = grad_scaler(dtype, ddp)
+    _, _, moved = next(steps(run, 1, ddp=ddp, loss_of=nan_loss))
+    return all_sum(moved, ddp), run.progress["bad_steps"]
 
 
 def test_all_ranks_skip_a_step_in_which_the_loss_of_one_is_nan(tmp_path):
-    """Also where its gradient is finite. In float16 the scale falls, as after an overflow."""
-    call = "[a_step_with_a_nan_loss_on_rank_1(ddp, in_float16) for in_float16 in (False, True)]"
-    plain, in_float16 = on_ranks(3, "test_loop", call, tmp_path)
-    assert plain == (0.0, [1, 1], 1.0, True)
-    assert in_float16 == (0.0, [1, 1], 32.0, True)
+    """Also where its gradient is finite."""
+    call = ("[a_step_with_a_nan_loss_on_rank_1(ddp, dtype) "
+            "for dtype in (torch.float32, torch.float16)]")
+    assert on_ranks(3, "test_loop", call, tmp_path) == [(0.0, [1, 1])] * 2
+
+
+def test_an_overflow_in_float16_is_skipped_and_no_bad_step():
+    """The scale of the loss falls, until the gradient fits."""
+    run = toy(optimizer="adamw")
+    run.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    _, norm, moved = next(steps(run, 1, scale=100))
+    assert moved == 0 and not math.isfinite(norm) and run.progress["bad_steps"] == [0, 0]
+    assert run.scaler.get_scale() == 2.0**126
 
 
 def gradients_in_float16(ddp):
@@ -175,7 +186,7 @@ def gradients_in_float16(ddp):
         return loss, sums
 
     run = toy(ddp=ddp, micro_batches=2, optimizer="adamw")
-    run.scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    run.scaler = grad_scaler(torch.float16, ddp)
     next(steps(run, 1, ddp=ddp, loss_of=watched_loss))
     return seen[-1], [p.flatten().tolist() for p in run.bare.parameters()]
 
@@ -184,7 +195,7 @@ def test_the_range_of_gradients_in_float16_does_not_depend_on_the_number_of_rank
     """So a step overflows on any number of ranks, or on none."""
     (one, weights), (two, same) = (on_ranks(n, "test_loop", "gradients_in_float16(ddp)", tmp_path)
                                    for n in (1, 2))
-    assert one == two == pytest.approx(64 / 3)   # of three rows
+    assert one == two == pytest.approx(2**16 / 3)   # of three rows
     for a, b in zip(weights, same, strict=True):
         assert a == pytest.approx(b, rel=1e-6)
 
@@ -200,10 +211,11 @@ def test_a_global_batch_in_which_nothing_counts_changes_nothing():
 
     run = toy()
     before = copy.deepcopy(run.bare.state_dict())
-    batches = open_batches(run, Unknown(), masked_loss, Ddp())
-    _, norm = take_step(run, batches, masked_loss, Ddp())
-    read_totals(run)
-    assert float(norm) == 0 and run.progress["bad_steps"] == [0, 0]
+    batches = iter([Unknown()[0, micro] for micro in range(2)])
+    with watch_run(Ddp(), minutes=0) as watch:
+        totals, _ = take_step(run, batches, lambda batch: masked_loss(run.model, batch), watch,
+                              Ddp())
+    assert totals.norm == 0 and run.progress["bad_steps"] == [0, 0]
     torch.testing.assert_close(run.bare.state_dict(), before, rtol=0, atol=0)
 
 
@@ -212,41 +224,40 @@ def test_too_many_bad_steps_in_a_row_end_the_run():
     for scale in (math.nan, math.inf, 1.0):   # the good one begins the row anew
         next(steps(run, 1, scale=scale))
     with pytest.raises(RuntimeError,
-                       match="in 3 steps in a row, on 1 rank.*expected at most 2.*optim.lr"):
+                       match="in 3 steps in a row; expected at most 2.*optim.lr"):
         list(steps(run, 3, scale=math.inf))
     assert run.progress["bad_steps"] == [5, 3]
 
 
 @pytest.mark.parametrize("what", ["sedd", "dpo"])
-def test_a_script_takes_the_step_that_benchmarks_and_other_tests_take(what, tmp_path):
+def test_a_script_takes_the_step_that_other_tests_take(what, tmp_path):
     """To the last bit, weights and their moving averages."""
-    def take_three(run, ddp, _):
-        micro_batch_loss = loss_of(run, what, ddp)
-        batches = open_batches(run, dataset_of(run, what, ddp), micro_batch_loss, ddp)
+    def take_three(run, ddp, watch):
+        loss = loss_of(run, what, ddp)
+        batches = open_batches(run, dataset_of(run, what, ddp), loss, ddp)
         for _ in range(3):
-            take_step(run, batches, micro_batch_loss, ddp)
-        read_totals(run)
-        found.append(state_of(run))
+            take_step(run, batches, loss, watch, ddp)
+        states.append(state_of(run))
 
     def train_three(run, ddp, watch):
         SCRIPTS[what].train(run, ddp, watch)
-        found.append(state_of(run))
+        states.append(state_of(run))
 
     def state_of(run):
         averages = run.ema.shadow_params if run.ema is not None else []
         return [p.detach().clone() for p in (*run.bare.parameters(), *averages)]
 
-    found = []
+    states = []
     settings = [*STEPS[what].split(), "training.n_iters=3", "optim.warmup=2"]
     train(what, settings, tmp_path / "steps", Ddp(), take_three)
     train(what, settings, tmp_path / "script", Ddp(), train_three)
-    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+    torch.testing.assert_close(states[0], states[1], rtol=0, atol=0)
 
 
 def test_the_batches_of_a_worker_need_no_shared_memory():
     """In many containers /dev/shm has no room for them."""
     run = toy(n_iters=1, num_workers=1)
-    batches = open_batches(run, Rows(), loss_of_toy, Ddp())
+    batches = open_batches(run, Rows(), None, Ddp())
     for batch, (step, micro) in zip(batches, [(0, 0), (0, 1)], strict=True):
         assert not batch["x"].is_shared()
         torch.testing.assert_close(batch, Rows()[step, micro], rtol=0, atol=0)
@@ -272,15 +283,6 @@ def test_a_run_with_workers_needs_no_more_of_dev_shm_than_locks(size, code, said
     assert said in text
 
 
-@contextlib.contextmanager
-def no_cuda_synchronisation():
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 STEPS = {
     "sedd": "training.batch_size=4 training.accum=2 training.n_iters=9 model.hidden_size=32 "
             "model.n_blocks=2 model.n_heads=2 data.max_length=64 data.demo_proteins=300 "
@@ -294,31 +296,13 @@ STEPS["sedd muon"] += STEPS["sedd"]
 
 
 @needs_pretended_device
-@pytest.mark.parametrize("name, more", [*((name, "") for name in STEPS),
-                                        ("sedd muon", "memory.mixed_precision=float16")])
-def test_the_host_waits_for_nothing_in_a_step(name, more, tmp_path):
-    """Flags are read a step later, when they have come."""
-    what = name.split()[0]
-    settings = STEPS[name].split() + more.split()
-    on_ranks(1, "pretended_device", f"on_device(take_steps, {what!r}, {settings}, 'run', "
-             "without_waits, ddp=ddp)", tmp_path)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: TEST_CUDA=1 shows it")
-@pytest.mark.parametrize("name", STEPS)
-def test_cuda_waits_for_nothing_in_a_step(name, tmp_path):
-    take_steps(name.split()[0], STEPS[name].split(), tmp_path / "run", no_cuda_synchronisation,
-               Ddp(device=torch.device("cuda:0")))
-
-
-@needs_pretended_device
 @pytest.mark.parametrize("name", STEPS)
 def test_ranks_train_and_go_on_on_devices_as_on_the_cpu(name, tmp_path):
     """With validation, samples and checkpoints. In bfloat16 they run, and are not compared."""
     what = name.split()[0]
-    settings = [
-*STEPS[name].split(), "model.dropout=0", "training.n_iters=2", "training.eval_freq=2",
-"training.log_freq=1", "optim.warmup=1", "memory.mixed_precision=false"]
+    settings = [*STEPS[name].split(), "model.dropout=0", "training.n_iters=2",
+                "training.eval_freq=2", "training.log_freq=1", "optim.warmup=1",
+                "memory.mixed_precision=false"]
     longer = [*settings, "training.n_iters=4"]
 
     def train_on_device(settings, folder):
@@ -352,7 +336,7 @@ def test_compiled_blocks_compute_the_same_under_the_same_names_by_one_code_for_a
     models = []
     for _ in range(2):
         torch.manual_seed(0)
-        models.append(FastSEDD(22, 32, 2, 2, dropout=0.0, scale_by_sigma=False))
+        models.append(SEDD(22, 32, 2, 2, dropout=0.0, scale_by_sigma=False))
         with torch.no_grad():
             for p in models[-1].parameters():
                 p += 0.05 * torch.randn(p.shape)
@@ -366,8 +350,7 @@ def test_compiled_blocks_compute_the_same_under_the_same_names_by_one_code_for_a
             model(xt, sigma).square().sum().backward()
         torch.testing.assert_close(*([p.grad for p in model.parameters()] for model in models),
                                    rtol=1e-4, atol=1e-4)
-    # of the first block, which on a CPU computes by token, and of all others
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1     # of all blocks
 
 
 @pytest.mark.parametrize("what", ["sedd", "dpo"])
@@ -381,53 +364,72 @@ def test_a_checkpoint_is_written_when_the_minutes_have_passed(what, tmp_path):
 
 
 def save_by_the_clock_of_rank_0(ddp):
+    """What after_step returns on this rank in three steps."""
     run = toy(n_iters=3, ddp=ddp, snapshot_minutes=1e-9 if ddp.is_main else 1e9)
-    batches = open_batches(run, Rows(), loss_of_toy, ddp)
+
+    def loss(batch):
+        return loss_of_toy(run.model, batch)
+
+    batches = open_batches(run, Rows(), loss, ddp)
     with watch_run(ddp, minutes=0) as watch:
-        for _ in range(3):
-            take_step(run, batches, loss_of_toy, ddp)
-            reason, save_due = after_step(run, ddp, watch, at_once=False)
-            assert reason == ""
-            assert all_sum(float(save_due), ddp) == ddp.world_size
+        return [take_step(run, batches, loss, watch, ddp)[1] for _ in range(3)]
 
 
 def test_all_ranks_save_after_the_same_step_by_the_clock_of_rank_0(tmp_path):
-    on_ranks(2, "test_loop", "save_by_the_clock_of_rank_0(ddp)", tmp_path)
-
-
-def test_where_totals_come_a_step_late_a_request_is_answered_by_one_checkpoint():
-    ddp = Ddp()
-    late = dataclasses.replace(ddp, device=torch.device("meta"))   # for after_step: no CPU
-    run = toy(n_iters=4, snapshot_minutes=1e-9)
-    batches = open_batches(run, Rows(), loss_of_toy, ddp)
-    due = []
-    with watch_run(ddp, minutes=0) as watch:
-        for _ in range(4):
-            take_step(run, batches, loss_of_toy, ddp)
-            _, save_due = after_step(run, late, watch, at_once=False)
-            due.append(save_due)
-            if save_due:
-                assert run.pending is None      # what is saved counts the bad steps up to here
-                run.config.training.snapshot_minutes = 1e9
-    assert due == [False, True, False, False]
+    answers = on_ranks(2, "test_loop", "gather(save_by_the_clock_of_rank_0(ddp), ddp)", tmp_path)
+    assert answers == [[("", True)] * 3] * 2
 
 
 def come_apart(ddp):
     model = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(2)))
-    run = types.SimpleNamespace(bare=wrap_ddp(model, ddp), config=types.SimpleNamespace(
-        monitoring=CommonMonitoring(check_sync_every=2)), pending=None, n_iters=9,
-                          requests=0.0)
+    run = toy(model=model, ddp=ddp)
+    run.config.monitoring.check_sync_every = 2
+    totals = Totals(torch.zeros(1), 1.0, 1.0, 0.0)
     fine = contextlib.nullcontext()
     told = pytest.raises(RuntimeError, match=r"1 of 3 differ from rank 0 on \S+ \(rank 2 on \S+\), "
                                              "first in 1.weight")
     with watch_run(ddp, minutes=0) as watch:
-        for step, outcome in ((4, fine), (5, fine), (6, told), (9, told)):   # at 5 nobody looks
-            run.progress = {"step": step}
+        for step, outcome in ((4, fine), (5, fine), (6, told), (10, told)):   # at 5 nobody looks
+            run.progress["step"] = step - 1
             with outcome:
-                after_step(run, ddp, watch, at_once=True)
+                after_step(run, totals, watch, ddp)
             if ddp.rank == 2:
                 model[1].weight.data[2, 1] += 1e-6
 
 
 def test_weights_that_have_come_apart_are_told_with_rank_and_parameter(tmp_path):
     on_ranks(3, "test_loop", "come_apart(ddp)", tmp_path)
+
+
+def traced(folder, n, profile, done=0):
+    """Names of the files in `folder` after the steps from `done` + 1 to n, and those steps that a
+    trace has."""
+    run = toy(profile=profile)
+    run.work_dir = folder
+    run.progress["step"] = done
+    trace = open_trace(run, Ddp())
+    for _ in steps(run, n - done):
+        if trace:
+            trace.step()
+    if trace:
+        trace.stop()
+    names = []
+    for path in folder.rglob("*.gz"):
+        events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+        numbers = {event["name"].partition("#")[2] for event in events
+                   if event["name"].startswith("ProfilerStep")}
+        names.append((path.name, len(numbers)))
+    return names
+
+
+@pytest.mark.parametrize("n, done, expected", [
+    (5, 0, [("steps_2-3.json.gz", 2)]),
+    (2, 0, [("steps_2-3.json.gz", 1)]),    # a stop in the middle
+    (5, 2, [("steps_2-3.json.gz", 1)]),    # continued in the middle
+    (5, 3, [])])                           # continued behind it
+def test_a_trace_has_the_steps_that_were_asked_for(n, done, expected, tmp_path):
+    assert traced(tmp_path, n, "2:3", done) == expected
+
+
+def test_no_trace_is_written_unless_it_is_asked_for(tmp_path):
+    assert traced(tmp_path, 4, None) == []

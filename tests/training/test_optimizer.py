@@ -1,15 +1,14 @@
-"""Muon: its update, and how ranks share its work."""
+"""The updates of AdamW and Muon."""
 
 import copy
 
 import pytest
 import torch
 
-from ddp_setup import Ddp, broadcast
-from toy_run import Blocks, steps, toy
+from toy_run import Blocks
 from training.config import CommonOptim
 from training.optimizer import make_optimizer
-from training_runs import equal, on_ranks, one_thread  # noqa: F401 (a fixture for all)
+from training_runs import equal, one_thread  # noqa: F401 (a fixture for all)
 
 
 def test_muon_moves_a_matrix_by_the_nearest_orthogonal_one_and_leaves_the_rest_to_adamw():
@@ -60,22 +59,6 @@ def test_adamw_has_the_betas_with_the_eps_of_the_config():
     v = (0.1875 * 1 + 0.25 * 9) / 0.4375
     expected = 0.01 * (1 / 1.1 + m / (v**0.5 + 0.1))
     assert start - float(model.weight.detach()) == pytest.approx(expected, rel=1e-4)
-
-
-def by_muon(ddp):
-    """Weights and momentum after 8 steps, (ranks, n)."""
-    torch.manual_seed(0)   # before Blocks() draws its weights
-    run = toy(ddp=ddp, micro_batches=4, optimizer="muon", lr=0.01, model=Blocks())
-    list(steps(run, 8, ddp=ddp))
-    momentum = [state["momentum_buffer"] for state in run.optimizer.muon.state.values()]
-    mine = torch.cat([p.detach().flatten() for p in (*run.bare.parameters(), *momentum)])
-    return torch.stack([broadcast(mine.clone(), ddp, rank) for rank in range(ddp.world_size)])
-
-
-def test_ranks_that_share_the_work_of_muon_have_the_state_of_one(tmp_path):
-    first, second = on_ranks(2, "test_optimizer", "by_muon(ddp)", tmp_path)
-    assert first.equal(second)
-    torch.testing.assert_close(first, by_muon(Ddp())[0], rtol=0, atol=1e-3)
 
 
 def state_after_a_step(name):

@@ -20,20 +20,24 @@ def test_tensorboard_reads_back_numbers_and_texts_also_after_a_resume(tmp_path, 
         for step in range(first, last):
             log.metrics(step, {"loss": first + step / 8, "bad": float("nan"), "host": "n7"})
         log.close()
-    found = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    scalars = {event.step: event.value for event in found.Scalars("loss")}
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    scalars = {event.step: event.value for event in events.Scalars("loss")}
     assert scalars == {row["step"]: row["loss"] for row in rows(tmp_path)}
-    assert found.Tags()["scalars"] == ["loss"] and "host/text_summary" in found.Tags()["tensors"]
+    assert events.Tags()["scalars"] == ["loss"] and "host/text_summary" in events.Tags()["tensors"]
 
 
-def test_wandb_offline_keeps_its_run_after_a_resume(tmp_path, monkeypatch, extras):
+@pytest.mark.parametrize("variables, mode", [({}, {"mode": "offline"}),
+                                             ({"WANDB_MODE": "offline"}, {"mode": "online"})])
+def test_wandb_offline_keeps_its_run_after_a_resume(variables, mode, tmp_path, monkeypatch, extras):
     pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setenv("WANDB_SILENT", "true")
     ids = set()
     for step in (1, 2):
         log = RunLog(tmp_path, True, 9)
-        log.track({"model": {"width": 8}}, step - 1, wandb={"project": "p", "name": "n"})
+        log.track({"model": {"width": 8}}, step - 1, wandb={"project": "p", "name": "n", **mode})
         ids.add(log.trackers[0].run.id)
         log.metrics(step, {"loss": 2.5, "host": "node7"})
         assert len(log.trackers) == 1                # one that fails would be left out

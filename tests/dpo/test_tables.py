@@ -1,0 +1,402 @@
+"""Training on tables of measured mutations: the loss over pairs of variants is that of each pair,
+on any number of ranks, in runs."""
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from ddp_setup import Ddp
+from dpo.data import load_data
+from dpo.evaluation import METRICS, validate
+from dpo.pair_scores import compute_base_scores
+from dpo.pairs import Pair
+from dpo.plan import Plan
+from dpo.reference import FrozenBase
+from dpo.variant_scores import VariantPass
+from dpo.variant_sets import VariantSet, draw_pairs
+from mpnn.base import Base
+from mpnn.model import random_proteinmpnn, to_checkpoint
+from proteins.letters import AMINO_ACIDS, LETTERS, X_ID, decode
+from proteins.structures import NAMES, read_structure
+from mpnn_cases import Atoms
+from test_train_dpo import SMALL, TINY, run, run_of, write_pairs
+from test_variants import random_complex
+from train_dpo_ddp import (Config, MicroBatchDataset, loss_of_pairs, loss_of_tables,
+                           micro_batch_loss, preference_loss, prepare)
+from training.config import load_config
+from training.loop import MicroBatchSampler
+from training_runs import (  # noqa: F401 (the fixture one_thread)
+    assert_refused, gradients, on_ranks, one_thread, rows, same_run, words)
+
+TABLE = {"loss.unit": "table", "table.measured": "ddg", "table.better": "lower"}
+
+
+def config_of(**more):
+    return load_config(Config, None, words({**TINY, **TABLE, "training.batch_size": 2}, **more))
+
+
+def set_of(structure, variants, wild_type=0.0):
+    """A VariantSet with made values."""
+    values = np.random.default_rng(len(variants)).normal(size=len(variants) + 1)
+    values[-1] = wild_type
+    return VariantSet("made", structure, variants, values)
+
+
+def letters_at(structure, row):
+    """All variants of one row."""
+    return [[(row, letter)] for letter in range(20) if letter != structure.S[row]]
+
+
+def small_sets():
+    """Of other lengths, one with a context chain and unresolved rows, one with an unknown letter,
+    some variants of several mutations, of one without a value of the wild type."""
+    one = random_complex(12)
+    two = random_complex(16, unresolved=(3, 4), second=5)
+    three = random_complex(14)
+    three.S[6] = X_ID
+    four = random_complex(13)
+    return [
+        set_of(one, letters_at(one, 2)[:5] + letters_at(one, 7)[:3]),
+        set_of(two, [*letters_at(two, 8)[:4], [(1, 0), (8, 5)], [(1, 2), (8, 5)],
+                     [(0, 1), (5, 2), (9, 3)]]),
+        set_of(three, letters_at(three, 0)[:3], wild_type=np.nan),
+        set_of(four, [[(2, 3), (4, 6)], [(2, 5), (4, 8)]])]
+
+
+def networks(sets):
+    """(policy, FrozenBase) with other weights."""
+    (policy, base) = (random_proteinmpnn(k, **SMALL) for k in (2, 1))
+    return policy, FrozenBase(Base(base, "random", "hash"), sets, torch.device("cpu"))
+
+
+# ---- the loss ----
+
+def loss_and_gradient(loss_of, model, base, batch, config):
+    """(mean loss of a batch, its gradients)."""
+    loss, _ = loss_of(model, batch, base, config, Ddp(), torch.float32)
+    loss = loss.mean()
+    return loss.item(), torch.autograd.grad(loss, [*model.parameters()])
+
+
+@pytest.mark.parametrize("reference", ["base", "unfolded"])
+@pytest.mark.parametrize("mutated", [(5,), (2, 9)])
+def test_the_loss_and_its_gradient_are_those_of_the_same_pairs_one_by_one(reference, mutated):
+    """All variants of the same residues, so that a pair designs these and no others."""
+    structure = random_complex(20)
+    draw = np.random.default_rng(0)
+    variants = {tuple((row, int(letter)) for row, letter in zip(mutated, letters))
+                for letters in draw.integers(0, 20, (7, len(mutated)))}
+    variant_set = set_of(structure, [list(variant) for variant in sorted(variants)])
+    config = config_of(loss__order="arange", loss__reference=reference, table__margin=0.4)
+    policy, base = networks([variant_set])
+    couples = draw_pairs(variant_set.values, 0.4, 1000, [0])
+    assert 5 < len(couples) < 28
+    sequences = []
+    for variant in [*variant_set.variants, []]:
+        letters = structure.S.copy()
+        for row, letter in variant:
+            letters[row] = letter
+        sequences.append(letters)
+    designed = np.isin(np.arange(len(structure)), mutated)
+    pairs = [Pair(structure, sequences[better], sequences[worse], designed)
+             for better, worse in couples]
+    one_by_one = config_of(loss__order="arange", loss__reference=reference, loss__unit="pair",
+                           table__measured="null", table__better="null")
+    dataset = MicroBatchDataset(pairs, one_by_one)
+    dataset.base_scores = compute_base_scores(base, pairs, one_by_one, "pairs", Ddp())
+    batch = MicroBatchDataset([variant_set], config).make_batch([0], epoch=0)
+    loss, gradient = loss_and_gradient(loss_of_tables, VariantPass(policy), base, batch, config)
+    batch = dataset.make_batch(range(len(pairs)), epoch=0)
+    expected, plain = loss_and_gradient(loss_of_pairs, policy, base, batch, one_by_one)
+    assert loss == pytest.approx(expected, rel=1e-5)
+    for a, b in zip(gradient, plain, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(b.norm()) + 1e-9)
+
+
+def test_pairs_weighed_by_their_difference_count_by_it():
+    structure = random_complex(12)
+    variant_set = set_of(structure, letters_at(structure, 4))
+    policy, base = networks([variant_set])
+    batch = MicroBatchDataset([variant_set], config_of()).make_batch([0])
+    protein, = batch["proteins"]
+    with torch.no_grad():
+        _, plain = loss_of_tables(VariantPass(policy), batch, base, config_of(), Ddp(),
+                                  torch.float32)
+        _, weighed = loss_of_tables(VariantPass(policy), batch, base,
+                                    config_of(table__weigh=True), Ddp(), torch.float32)
+        output, = VariantPass(policy)([protein], [base.graph([protein.complex_key])])
+    chosen = output.scores[protein.better].double().numpy()
+    values = variant_set.values[protein.numbers]
+    difference = values[protein.better] - values[protein.worse]
+    column = METRICS.index("logps/chosen")
+    assert plain[0, column].item() == pytest.approx(chosen.mean(), rel=1e-5)
+    assert weighed[0, column].item() == pytest.approx(np.average(chosen, weights=difference),
+                                                      rel=1e-5)
+
+
+# ---- on ranks, validation ----
+
+def plain_loss(policy, batch, base, config, sets):
+    """(losses of P proteins, each the mean over pairs of variants that are scored one by one, with
+    the KL divergence of native sequences that the config asks for)."""
+    losses = []
+    for protein in batch["proteins"]:
+        variant_set = next(one for one in sets if one.key == protein.key)
+        variants = [*variant_set.variants, []]
+        scores = [[plain_score(model, variant_set, variants[number], protein.orders)
+                   for number in protein.numbers.tolist()] for model in (policy, base.model)]
+        terms = []
+        for better, worse in zip(protein.better.tolist(), protein.worse.tolist()):
+            numbers = [side[k][None] for side in scores for k in (better, worse)]
+            terms.append(preference_loss(numbers[0], numbers[1], numbers[2].detach(),
+                                         numbers[3].detach(), None, config.loss)[0])
+        loss = torch.stack(terms).mean()
+        if config.loss.native_kl:
+            loss = loss + config.loss.native_kl * plain_kl(policy, base.model, variant_set, protein)
+        losses.append(loss)
+    return losses
+
+
+def plain_encoding(model, structure):
+    X, mask, residue_idx, chain_id = (torch.from_numpy(np.asarray(x))[None] for x in (
+        structure.X, structure.mask.astype(np.float32), structure.residue_idx,
+        structure.chain_id))
+    return model.encode(model.graph(X, mask, residue_idx, chain_id))
+
+
+def plain_kl(policy, base, variant_set, protein):
+    """Mean over resolved residues of a known letter of the divergence of a model from the base."""
+    log_p, log_q = (model.decode(plain_encoding(model, variant_set.complex), protein.S,
+                                 protein.native_order)[0] for model in (base, policy))
+    counted = [row for row in range(len(variant_set.complex))
+               if variant_set.complex.mask[row] and variant_set.complex.S[row] != X_ID]
+    log_p = log_p[counted].detach()
+    return (log_p.exp() * (log_p - log_q[counted])).sum(-1).mean()
+
+
+def plain_score(model, variant_set, variant, orders):
+    """ln p(mutant) - ln p(wild type) of the mutated residues, last in an order, () float64."""
+    if not variant:
+        return torch.zeros((), dtype=torch.float64)
+    structure = variant_set.complex
+    encoding = plain_encoding(model, structure)
+    mutated = sorted(row for row, _ in variant)
+    total = 0.0
+    for number, order in enumerate(orders.tolist()):
+        last = mutated if number % 2 == 0 else mutated[::-1]
+        order = [row for row in order if row not in last] + last
+        for sign, letters in ((1, dict(variant)), (-1, {})):
+            S = torch.from_numpy(structure.S.astype(np.int64))[None].clone()
+            for row, letter in letters.items():
+                S[0, row] = letter
+            log_p = model.decode(encoding, S, torch.tensor(order)[None])[0]
+            total = total + sign * log_p[mutated, S[0, mutated]].sum()
+    return total / len(orders)
+
+
+def gradients_of(ddp, by_definition=False):
+    """See training_runs.gradients, of four micro-batches of proteins a step, in float64. By the
+    definition: the mean over proteins by their weights, each variant scored by itself."""
+    sets = small_sets() + [set_of(random_complex(n), [[(1, 4)], [(5, 6)]])
+                           for n in (17, 18, 19, 20)]
+    config = config_of(loss__n_orders=2, table__margin=0.2, loss__native_kl=0.3)
+    policy, base = networks(sets)
+    policy = policy.double()
+    base.model.double()
+    run = run_of(config, policy, base, sets, loss_of_tables)
+    dataset = MicroBatchDataset(sets, config)
+    plan = Plan(sets, 0, 4, config.training.batch_size)
+
+    def loss_of(model, batch):
+        return micro_batch_loss(model, batch, run, ddp)
+
+    def whole(step):
+        total = weights = 0.0
+        for _, _, epoch, indices in (plan.item_of(step, k) for k in range(4)):
+            batch = dataset.make_batch(indices, epoch)
+            losses = plain_loss(policy, batch, base, config, sets)
+            for index, loss in zip(indices, losses, strict=True):
+                total = total + sets[index].weight * loss
+                weights = weights + sets[index].weight
+        return total / weights
+
+    return gradients(VariantPass(policy), MicroBatchSampler(plan.item_of, 4, ddp, 0, 2), dataset,
+                     loss_of, ddp, whole if by_definition else None)
+
+
+def test_any_number_of_ranks_makes_the_gradient_of_the_loss_that_is_logged(tmp_path):
+    """Of the mean over proteins by their weights: what is minimised is what is shown."""
+    expected = gradients_of(Ddp(), True)
+    for n in (1, 2, 4):
+        of_ranks = on_ranks(n, "test_tables", "gradients_of(ddp)", tmp_path)
+        for a, b in zip(of_ranks, expected, strict=True):
+            for name in b:
+                torch.testing.assert_close(a[name].double(), b[name].double(), rtol=1e-5,
+                                           atol=1e-5 * float(b[name].norm()) + 1e-9)
+
+
+def test_validation_is_the_same_mean_over_proteins_as_training():
+    sets = small_sets()
+    config = config_of()
+    policy, base = networks(sets)
+    run = run_of(config, policy, base, sets, loss_of_tables)
+    run.model = VariantPass(policy)
+    values = validate(run, Ddp())
+    batch = run.validation.make_batch([0, 1, 2, 3])
+    losses = [loss.item() for loss in plain_loss(policy, batch, base, config, sets)]
+    weights = [variant_set.weight for variant_set in sets]
+    assert values["val/loss"] == pytest.approx(np.average(losses, weights=weights), rel=1e-4)
+    run.bare = copy.deepcopy(base.model)
+    run.model = VariantPass(run.bare)
+    assert validate(run, Ddp())["val/loss"] == pytest.approx(math.log(2), abs=1e-6)
+
+
+# ---- runs from a file ----
+
+def write_table(folder, name="table.csv", residues=14, shift=0):
+    """Write a table of all letters at some rows of three structures, and the structures. Low values
+    are of letters at the beginning of the alphabet, so that there is something to learn."""
+    write_pairs(folder, residues)
+    lines = ["pdb_file,mutation,ddg"]
+    for number in range(3):
+        chain = read_structure(folder / f"s{number}.pdb").chains["A"]
+        for row in (2, 9):
+            native = LETTERS[chain.S[row]]
+            for place, letter in enumerate(AMINO_ACIDS):
+                if letter != native:
+                    mutation = f"{native}{int(chain.numbers[row]) + shift}{letter}"
+                    lines.append(f"s{number}.pdb,{mutation},{place - 10}")
+    (folder / name).write_text("\n".join(lines) + "\n")
+    return folder / name
+
+
+def config_for(folder, **more):
+    return config_of(data__train_data=write_table(folder), data__val_fraction=0, **more)
+
+
+def test_a_resumed_run_on_tables_equals_an_uninterrupted_one(tmp_path, capsys):
+    often = dict(training__eval_freq=3, training__snapshot_freq=3, table__most_pairs=300,
+                 training__accum=1, loss__native_kl=0.1, data__val_data=write_table(tmp_path))
+    run(config_for(tmp_path, training__n_iters=5, **often), tmp_path / "whole")
+    run(config_for(tmp_path, training__n_iters=3, **often), tmp_path / "parts")
+    capsys.readouterr()
+    run(config_for(tmp_path, training__n_iters=5, **often), tmp_path / "parts")
+    assert "step 0" not in capsys.readouterr().out
+    same_run(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_training_on_a_table_ranks_its_variants_and_says_by_how_much(tmp_path, capsys):
+    table = write_table(tmp_path)
+    run(config_for(tmp_path, data__val_data=table, training__accum=1, training__n_iters=20,
+                   optim__lr=1e-2), tmp_path / "run")
+    before, *_, after = [row["val/spearman"] for row in rows(tmp_path / "run")
+                         if "val/spearman" in row]
+    assert after > max(before, 0.8)
+    result = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines()
+              if line.startswith(("  validation ", "  before ", "  latest "))}
+    column = result["validation"].index("Spearman")
+    assert float(result["before"][column]) == pytest.approx(before, abs=5e-4)
+    assert float(result["latest"][column]) == pytest.approx(after, abs=5e-4)
+
+
+@pytest.mark.parametrize("rate, warns", [(1e-6, False), (1e-1, True)])
+def test_weights_that_have_moved_far_from_a_trained_base_are_warned_of(
+        tmp_path, capsys, rate, warns):
+    torch.save(to_checkpoint(random_proteinmpnn(3, **SMALL)), tmp_path / "w.pt")
+    settings = {**TABLE, "data.train_data": write_table(tmp_path), "data.val_fraction": 0,
+                "training.batch_size": 1, "training.n_iters": 4, "optim.lr": rate,
+                "model.base_model_dir": tmp_path, "model.base_model_name": "w"}
+    run(load_config(Config, None, words(settings)), tmp_path / "run")
+    said = " ".join(capsys.readouterr().out.split())
+    assert ("the weights have moved far from the base" in said) == warns
+
+
+def test_a_table_that_cannot_be_used_is_refused_and_leaves_nothing(tmp_path):
+    write_table(tmp_path)
+    (tmp_path / "equal.csv").write_text("pdb_file,mutation,ddg\n" + "".join(
+        line.rpartition(",")[0] + ",1\n"
+        for line in (tmp_path / "table.csv").read_text().splitlines()[1:]))
+    lines = (tmp_path / "table.csv").read_text().splitlines(keepends=True)
+    (tmp_path / "one.csv").write_text("".join(lines[:20]))
+    (tmp_path / "unmeasured.csv").write_text("".join(
+        line.rpartition(",")[0] + ",\n" if number else line for number, line in enumerate(lines)))
+    (tmp_path / "sequence.csv").write_text("sequence,mutation,ddg\nMKTAY,M1A,1\nMKTAY,M1C,2\n")
+    base = "model.base_model_name=random data.val_fraction=0 --output_dir new --train_data "
+    unit = " loss.unit=table table.measured=ddg table.better=lower"
+    assert_refused("train_dpo_ddp", [
+        (base + "table.csv loss.unit=table", "table.measured is not given",
+         "table.better is not given"),
+        (base + "table.csv --measured ddg --better lower", "loss.unit is pair"),
+        (base + "table.csv", "loss.unit=table"),
+        (base + "table.csv" + unit + " loss.sft=1", "loss.sft is 1.0"),
+        (base + "one.csv" + unit + " data.val_fraction=0.1", "data.val_fraction=0 to train"),
+        (base + "table.csv" + unit + " data.max_length=9", "data.max_length is 9"),
+        (base.partition(" --train_data")[0] + unit, "data.train_data is not given"),
+        (base + "table.csv" + unit.replace("ddg", "dG"), "dG"),
+        (base + "table.csv" + unit + " table.margin=100", "table.margin 100"),
+        (base + "equal.csv" + unit, "no two variants"),
+        (base + "unmeasured.csv" + unit, "no two variants"),
+        (base + "sequence.csv" + unit, "no column pdb_file")], tmp_path)
+
+
+# ---- held out ----
+
+def write_families(folder):
+    """Write t.csv with 16 proteins, families of two that have half of their letters in common."""
+    rng = np.random.default_rng(0)
+    lines = ["pdb_file,mutation,ddg"]
+    for family in range(8):
+        text = "".join(rng.choice(list(AMINO_ACIDS), 40))
+        relative = "".join(rng.choice(list(AMINO_ACIDS), 20)) + text[20:]
+        for number, sequence in enumerate((text, relative)):
+            atoms = Atoms()
+            for place, letter in enumerate(sequence, 1):
+                atoms.add("A", place, NAMES[LETTERS.index(letter)])
+            name = f"f{family}{number}.pdb"
+            (folder / name).write_text(atoms.pdb())
+            mutants = [letter for letter in "ACDW" if letter != sequence[30]]
+            lines += [f"{name},{sequence[30]}31{letter},{ddg}"
+                      for ddg, letter in enumerate(mutants)]
+    (folder / "t.csv").write_text("\n".join(lines) + "\n")
+    return folder / "t.csv"
+
+
+def test_relatives_are_on_one_side_of_the_validation_of_a_table(tmp_path):
+    data = load_data(config_of(data__train_data=write_families(tmp_path), data__val_fraction=0.4))
+    ends = [{decode(variant_set.complex.S[20:]) for variant_set in side}
+            for side in (data.train, data.val)]
+    assert not ends[0] & ends[1]
+    assert len(data.train) + len(data.val) == 16 and len(data.val) % 2 == 0
+
+
+def test_proteins_in_training_and_validation_are_named(tmp_path):
+    """s0 is in both tables."""
+    lines = write_table(tmp_path).read_text().splitlines(keepends=True)
+    (tmp_path / "val.csv").write_text("".join(lines[:30]))
+    (tmp_path / "rest.csv").write_text("".join([lines[0], *lines[45:]]))
+    notes = {}
+    for train in ("table.csv", "rest.csv"):
+        config = config_of(data__train_data=tmp_path / train, data__val_data=tmp_path / "val.csv")
+        notes[train] = " ".join(load_data(config).description)
+    assert "1 protein(s) are in training and validation" in notes["table.csv"]
+    assert "in training and validation" not in notes["rest.csv"]
+
+
+def test_another_validation_table_is_other_data(tmp_path):
+    """A run that is resumed with it is refused."""
+    lines = write_table(tmp_path).read_text().splitlines(keepends=True)
+    for name, n in (("a.csv", 30), ("b.csv", 29)):
+        (tmp_path / name).write_text("".join(lines[:n]))
+    hashes = {load_data(config_for(tmp_path, data__val_data=tmp_path / name)).fingerprint["hash"]
+              for name in ("a.csv", "b.csv")}
+    assert len(hashes) == 2
+
+
+def test_without_a_value_the_wild_type_is_in_no_pair(tmp_path):
+    """Else 0 would make it the best of all by constants of binding, or the worst by fitness."""
+    dataset = prepare(config_for(tmp_path), Ddp(), tmp_path / "run").train_set
+    for index, variant_set in enumerate(dataset.items):
+        protein, = dataset.make_batch([index])["proteins"]
+        assert protein.numbers.max() < len(variant_set.variants)
