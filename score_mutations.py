@@ -37,7 +37,9 @@ import torch
 from ddp_setup import print0
 from mpnn.variants import Scoring
 from mpnn.variants import score_proteins as score_with_proteinmpnn
-from mpnn.weights import find_weights, load_proteinmpnn
+from mpnn.weights import (find_weights, is_proteinmpnn, load_proteinmpnn, model_of,
+                          read_weights)
+from proteins.csv_files import MAX_LISTED, describe_duplicates
 from proteins.mutations import (measured_values, place_all, place_on_sequences, read_mutations,
                                 refuse_long, scan_sequence, scan_structure)
 from proteins.pictures import draw_measured, draw_scan
@@ -48,7 +50,6 @@ from proteins.scores import (check_measured, check_no_score, correlate_proteins,
 from proteins.seeds import content_key
 from proteins.sequences import named_sequences
 from proteins.structures import FORMATS, describe_modified
-from proteins.csv_files import MAX_LISTED, describe_duplicates
 from sedd.variants import mask_of
 from sedd.variants import score_proteins as score_with_sedd
 from sedd.weights import load_sedd
@@ -63,9 +64,9 @@ from training.tool import open_output, run_tool, show_on_rank_0
 
 
 # Options that the weights of one model alone use.
-OF_PROTEINMPNN = ("also", "correct_unfolded", "correction_weights", "fixed_chains", "orders",
-                  "batch_size")
-OF_SEDD = ("no_ema", "bfloat16", "tokens")
+PROTEINMPNN_OPTIONS = ("also", "correct_unfolded", "correction_weights", "fixed_chains", "orders",
+                       "batch_size")
+SEDD_OPTIONS = ("no_ema", "bfloat16", "tokens")
 
 
 # ---- the two models ----
@@ -83,73 +84,70 @@ class VariantScorer(NamedTuple):
 def load_scorer(args, ddp):
     """The VariantScorer of the weights that the command line names. Raises ValueError or OSError.
     """
-    path = args.weights
-    of_run = Path(path, "best_model.pt")
-    if of_run.is_file() and holds_proteinmpnn(of_run):   # SEDD takes the folder
-        raise ValueError(f"{path} is a folder of ProteinMPNN; expected a file of it: {of_run}.")
-    if not os.path.isdir(path):
-        path = str(find_weights(path))
-        if not os.path.lexists(path):
-            raise ValueError(f"there is no file {path}; expected weights of SEDD (a checkpoint, "
-                             "run folder or exported folder) or of ProteinMPNN (a file, or a "
-                             "published name such as v_48_020).")
-        if holds_proteinmpnn(path):
-            return load_for_structures(path, args, ddp)
+    path = find_weights(args.weights)
+    dpo_file = path / "latest_model.pt"
+    if dpo_file.is_file():
+        raise ValueError(f"{path} is a run folder of train_dpo_ddp.py; expected a file of it, such "
+                         f"as {dpo_file}.")
+    if path.is_dir():
+        return load_for_sequences(path, args, ddp)
+    if not path.exists():
+        raise ValueError(f"there is no file {path}; expected weights of SEDD (a checkpoint, run "
+                         "folder or exported folder) or of ProteinMPNN (a file, or a published "
+                         "name such as v_48_020).")
+    content = read_weights(path)
+    if is_proteinmpnn(content):
+        return load_for_structures(model_of(content, path, product=fast_linear), args, ddp)
     return load_for_sequences(path, args, ddp)
 
 
-def holds_proteinmpnn(path):
-    """Whether a file has the form of ProteinMPNN's weights. Nothing in it is executed."""
-    try:
-        found = torch.load(path, map_location="meta", weights_only=True)
-    except Exception:       # damaged files can make it raise anything: those who read them say it
-        return False
-    return isinstance(found, dict) and "model_state_dict" in found
-
-
-def load_for_structures(path, args, ddp):
-    """The VariantScorer of a ProteinMPNN."""
-    refuse_options(args, OF_SEDD, "ProteinMPNN; expected it with those of SEDD")
-    models = [load_model(each, ddp) for each in (path, *map(find_weights, args.also))]
+def load_for_structures(first_model, args, ddp):
+    """The VariantScorer of a ProteinMPNN, and of further ones that the command line names."""
+    refuse_options(args, SEDD_OPTIONS, "ProteinMPNN; expected it with those of SEDD")
+    models = [first_model, *load_models(args.also)]
     corrections = [None] * len(models)
+    loaded = models
     if args.correct_unfolded:
         corrections = models
-    if args.correction_weights:
-        corrections = [load_model(find_weights(each), ddp) for each in args.correction_weights]
-    loaded = [*models, *(each for each in corrections if each is not None)]
+        loaded = [*models, *models]
+    elif args.correction_weights:
+        corrections = load_models(args.correction_weights)
+        loaded = [*models, *corrections]
+    for model in loaded:
+        model.eval().to(ddp.device)
     ca_only = models[0].ca_only
-    if any(each.ca_only != ca_only for each in loaded):
+    if any(model.ca_only != ca_only for model in loaded):
         named = " ".join([args.weights, *args.also, *args.correction_weights])
         raise ValueError(f"found weights {named}: some of a CA-only model, some for full "
                          "backbones; expected all of one kind.")
     scoring = Scoring(args.orders, args.seed, args.batch_size)
 
     def score(proteins, done):
-        complexes = [protein.complex for protein in proteins]
+        structures = [protein.complex for protein in proteins]
         variants = [protein.changes for protein in proteins]
 
-        def done_of_all(scored, total):
+        def done_by_one_model(scored, total):
             done(scored, total * len(models))
 
-        of_each = [score_with_proteinmpnn(model, complexes, variants, scoring, correction,
-                                          done_of_all, ddp)
-                   for model, correction in zip(models, corrections)]
-        return [np.mean(scores, axis=0) for scores in zip(*of_each)]
+        model_scores = [score_with_proteinmpnn(model, structures, variants, scoring, correction,
+                                               done_by_one_model, ddp)
+                        for model, correction in zip(models, corrections)]
+        return [np.mean(scores, axis=0) for scores in zip(*model_scores)]
 
     # With their number: further weights are not those of a correction.
-    weights = f"{len(models)} {' '.join(hash_of(each.state_dict()) for each in loaded)}"
+    weights = f"{len(models)} {' '.join(hash_of(model.state_dict()) for model in loaded)}"
     return VariantScorer(weights, is_sedd=False, ca_only=ca_only, longest=float("inf"),
                          score=score)
 
 
-def load_model(path, ddp):
-    """A ProteinMPNN in eval mode, on the device of this rank."""
-    return load_proteinmpnn(str(path), product=fast_linear).eval().to(ddp.device)
+def load_models(names):
+    """The ProteinMPNNs of weights that the command line names."""
+    return [load_proteinmpnn(find_weights(name), product=fast_linear) for name in names]
 
 
 def load_for_sequences(path, args, ddp):
     """The VariantScorer of a SEDD."""
-    refuse_options(args, OF_PROTEINMPNN, "SEDD; expected it with those of ProteinMPNN")
+    refuse_options(args, PROTEINMPNN_OPTIONS, "SEDD; expected it with those of ProteinMPNN")
     sedd = load_sedd(path, not args.no_ema, ddp.device)
     mask_of(sedd)       # raises ValueError for a model that has none
     for note in sedd.notes:
@@ -166,12 +164,13 @@ def load_for_sequences(path, args, ddp):
                          longest=sedd.max_length, score=score)
 
 
-def refuse_options(args, names, of):
-    """ValueError for options that the weights do not use. of: the rest of the message."""
+def refuse_options(args, names, weights):
+    """ValueError for options that the weights do not use. weights: of which model, and what was
+    expected."""
     parser = make_parser()
     for name in names:
         if getattr(args, name) != parser.get_default(name):
-            raise ValueError(f"found --{name} with weights of {of}.")
+            raise ValueError(f"found --{name} with weights of {weights}.")
 
 
 # ---- proteins ----
@@ -240,15 +239,15 @@ def place_table(table, args, scorer, ddp):
         elif not scorer.is_sedd:
             raise ValueError(f"{table.path} has sequences; expected structures for weights of "
                              "ProteinMPNN, in a column pdb_file.")
-        proteins, skipped = place_on_sequences(table, wild_type)
+        proteins, note = place_on_sequences(table, wild_type)
     else:
         chain = None
         if args.chains and len(args.chains) == 1:
             chain = args.chains[0]
-        proteins, skipped = place_all(table, protein, chain, args.fixed_chains,
-                                      see_all=not scorer.is_sedd, ca_only=scorer.ca_only)
-    if skipped:
-        print0(ddp, skipped, file=sys.stderr)
+        proteins, note = place_all(table, protein, chain, args.fixed_chains,
+                                   see_all=not scorer.is_sedd, ca_only=scorer.ca_only)
+    if note:
+        print0(ddp, note, file=sys.stderr)
     return proteins
 
 
@@ -283,10 +282,10 @@ def describe(proteins, scorer):
     """Lines that say how the proteins were understood, the first ones if there are many."""
     lines = []
     for protein in proteins[:MAX_LISTED]:
-        complex = protein.complex
-        line = f"{protein.name}: chain {' '.join(complex.design)}, {complex.n_designed} rows"
+        structure = protein.complex
+        line = f"{protein.name}: chain {' '.join(structure.design)}, {structure.n_designed} rows"
         if not scorer.is_sedd:
-            line += f"; context chains {' '.join(complex.fixed) or '(none)'}"
+            line += f"; context chains {' '.join(structure.fixed) or '(none)'}"
         lines.append(line)
     modified = describe_modified(protein.structure for protein in proteins)
     if modified:
@@ -437,10 +436,10 @@ def run(args, ddp):
     """Do what the options say. Raises ValueError or OSError."""
     scorer = load_scorer(args, ddp)
     proteins = read_scan(args, scorer) if args.scan else read_table(args, scorer, ddp)
-    of_table = read_unmeasured(args, scorer, ddp)
-    if of_table:
-        proteins = keep_measured_chains(proteins, of_table, args.unmeasured)
-    measured = measured_sites(of_table)
+    known_proteins = read_unmeasured(args, scorer, ddp)
+    if known_proteins:
+        proteins = keep_measured_chains(proteins, known_proteins, args.unmeasured)
+    measured = measured_sites(known_proteins)
     refuse_long("the given proteins", proteins, scorer.longest)
     check_alike(inputs_of(args, scorer, proteins, measured), ddp)
     n = sum(len(protein.variants) for protein in proteins)
@@ -469,11 +468,11 @@ def run(args, ddp):
 
 def inputs_of(args, scorer, proteins, measured=()):
     """{what: plain value} of what must be the same on all ranks."""
-    found = {f"--{name}": getattr(args, name) for name in ("orders", "batch_size", "tokens",
-                                                           "seed", "bfloat16", "top",
-                                                           "per_position")}
+    inputs = {f"--{name}": getattr(args, name) for name in ("orders", "batch_size", "tokens",
+                                                            "seed", "bfloat16", "top",
+                                                            "per_position")}
     contents = [(protein.complex.key, protein.changes) for protein in proteins]
-    return {**found, "weights (hash)": scorer.weights, "proteins (hash)": content_key(*contents),
+    return {**inputs, "weights (hash)": scorer.weights, "proteins (hash)": content_key(*contents),
             "--unmeasured (hash)": content_key(sorted(measured))}
 
 
@@ -484,7 +483,9 @@ def describe_result(args, proteins, scores, marks):
     if args.measured:
         report = correlate_proteins(proteins, scores, args.lower_is_better, args.seed)
         lines.append(report_text(report, args.measured, args.lower_is_better))
-        values = [each for protein in proteins for each in measured_values(protein).values()]
+        values = []     # of each variant, those of its rows
+        for protein in proteins:
+            values += measured_values(protein).values()
         lines += describe_duplicates(values, "variants", "each row counts")
     if args.picture:
         if args.scan:

@@ -308,10 +308,10 @@ def loss_of_tables(model, batch, base, config, ddp, dtype):  # noqa: PLR0913  (a
         worse = protein.worse
         preference = preference_loss(scores[better], scores[worse], base_scores[better],
                                      base_scores[worse], protein.n_mutated, loss)        # (Q,)
-        weight = torch.ones_like(preference)
+        weight = torch.ones_like(values[better])
         if config.table.weigh:
             weight = values[better] - values[worse]
-        weight = weight / weight.sum()
+        weight = weight / weight.sum().clamp(min=1e-30)
         added = 0.0
         if loss.diversity_lambda:
             added = added - loss.diversity_lambda * output.entropy
@@ -368,7 +368,7 @@ def micro_batch_loss(model, batch, run, ddp):
     METRICS, then numbers of pairs and residues). The loss is divided by the sum of batch["count"],
     the weights of the items, over the global batch."""
     batch = to_device(batch, ddp.device)
-    loss, metrics = run.loss_of(model, batch, run.base, run.config, ddp, run.dtype)
+    loss, metrics = run.loss_function(model, batch, run.base, run.config, ddp, run.dtype)
     weight = batch["weight"]
     sums = (weight[:, None] * metrics).sum(0)
     return (weight * loss).sum(), torch.cat([sums, batch["seen"]])
@@ -410,7 +410,7 @@ class MicroBatchDataset(torch.utils.data.Dataset):
 # ---------------------------------------------------------------- prepare
 @dataclass(kw_only=True)
 class DpoRun(Run):
-    loss_of: Any            # loss_of_pairs or loss_of_tables
+    loss_function: Any      # loss_of_pairs or loss_of_tables
     train_set: MicroBatchDataset
     base: FrozenBase
     epoch_sums: Any         # (12,) float64, of the epoch so far: sums of the log, then of weights
@@ -520,7 +520,7 @@ def make_run(config, start, data, plan, network, ddp):  # noqa: PLR0913  (all of
         steps_per_epoch=plan.steps_per_epoch, micro_batches=start.micro_batches,
         global_batch=start.micro_batches * training.batch_size,
         meter=make_meter(config, ddp, SEEN), base=network.base,
-        loss_of=loss_of_tables if config.loss.unit == "table" else loss_of_pairs,
+        loss_function=loss_of_tables if config.loss.unit == "table" else loss_of_pairs,
         train_set=MicroBatchDataset(data.train, config), epoch_sums=epoch_sums)
     start.load_optimizer(run, ddp)
     return run

@@ -1,5 +1,5 @@
 #!/bin/bash
-# Does a new card serve? Four parts, one after the other, in 9 minutes at most:
+# Does a new card serve? Four parts, one after the other, in 9 minutes at most (MINUTES):
 #   machine   test_aurora_ddp.py
 #   dtypes    test_dtype.py
 #   resume    the demo of SEDD, killed after a checkpoint and continued, ends with the loss of a run
@@ -18,12 +18,17 @@ cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 DEVICE=${DEVICE:-auto}          # auto | cuda | xpu | cpu
 STEPS=${STEPS:-150}             # of the demo
 SPEED=${SPEED:---repeats 2}     # what to measure, see python -m bench speed --help
+MINUTES=${MINUTES:-9}           # at most, of which each part has its share
 PYTHON=${PYTHON:-python}
+
+limit() {     # limit SECONDS: of 9 minutes
+  echo "$(($1 * MINUTES / 9))"
+}
 
 folder=$(mktemp -d)
 trap 'rm -r "$folder"' EXIT
-demo=(timeout 60 "$PYTHON" train_sedd_ddp.py --config configs/sedd_demo.yaml --device "$DEVICE"
-      "training.n_iters=$STEPS" "training.snapshot_freq=$((STEPS / 3))")
+demo=(timeout "$(limit 60)" "$PYTHON" train_sedd_ddp.py --config configs/sedd_demo.yaml
+      --device "$DEVICE" "training.n_iters=$STEPS" "training.snapshot_freq=$((STEPS / 3))")
 table="| part | outcome | seconds |"$'\n'"|---|---|---|"
 code=0
 
@@ -56,10 +61,10 @@ loss() {      # of the last step
   tail -n 1 "$folder/$1/metrics.jsonl" | grep -o '"loss": [^,]*' | cut -d ' ' -f 2
 }
 
-part machine timeout 40 "$PYTHON" test_aurora_ddp.py --device "$DEVICE"
-part dtypes timeout 80 "$PYTHON" test_dtype.py --device "$DEVICE"
+part machine timeout "$(limit 40)" "$PYTHON" test_aurora_ddp.py --device "$DEVICE"
+part dtypes timeout "$(limit 80)" "$PYTHON" test_dtype.py --device "$DEVICE"
 part resume resume
 # shellcheck disable=SC2086
-part speed timeout 240 "$PYTHON" -m bench speed $SPEED --device "$DEVICE"
+part speed timeout "$(limit 240)" "$PYTHON" -m bench speed $SPEED --device "$DEVICE"
 printf '\n%s\n' "$table"
 exit $code

@@ -20,7 +20,8 @@ measured=$2
 shuffled() {  # shuffled PROTEIN SEED: its lines of the table, in random order
   awk -F, -v OFS=, -v protein="$1" -v seed="$2" -v above="$(dirname "$table")/" '
     BEGIN {srand(seed)}
-    $1 == protein {$1 = above $1; printf "%.9f,%s\n", rand(), $0}' "$table" | sort -n | cut -d , -f 2-
+    $1 == protein {$1 = above $1; printf "%.9f,%s\n", rand(), $0}' "$table" |
+    sort -n | cut -d , -f 2-
 }
 
 spearman() {  # spearman WEIGHTS AND OPTIONS...: of the variants that were not drawn

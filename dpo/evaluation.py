@@ -77,7 +77,7 @@ def validate(run, ddp) -> dict:
 
     def metrics_of(indices):
         batch = to_device(run.validation.make_batch(indices), ddp.device)
-        _, metrics = run.loss_of(model, batch, run.base, config, ddp, torch.float32)
+        _, metrics = run.loss_function(model, batch, run.base, config, ddp, torch.float32)
         return metrics
 
     weight = torch.tensor([item.weight for item in items], dtype=torch.float64)

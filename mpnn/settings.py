@@ -121,8 +121,7 @@ class Design:
                                  "group or none.")
             resolved = [i for i in group if self.resolved[i]]
             n_absent += len(group) - len(resolved)
-            if len(resolved) > 1:
-                tied.append(self.rows[resolved].tolist())
+            tied.append(self.rows[resolved].tolist())
         if n_absent:
             self.notes.append(f"{n_absent} tied positions are gaps or lack atoms, and are left out "
                               "of their groups")

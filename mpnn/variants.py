@@ -193,8 +193,11 @@ def encode_complex(model, structure):
 def choose_run(n_residues: int) -> Callable:
     """How to compute what gradients are asked of: run_once, or run_twice to save memory.
 
-    n_residues: of a micro-batch, each counted once for each of its orders. Passes of several
-        mutations do not count: with gradients they are always computed twice.
+    Kept for the gradient, the encoder and the pass of all single mutations take PLACEHOLDER MB a residue, and
+    each set of rows with variants of several mutations 0.2 MB a residue. Of the latter a protein
+    may have thousands, so scores_in_order itself computes them twice, if they need several passes.
+
+    n_residues: of a micro-batch, counted once for each decoding order.
     """
     return run_twice if n_residues >= SAVES_MEMORY_FROM else run_once
 
@@ -219,7 +222,7 @@ class VariantIndex(NamedTuple):
 def index_variants(variants: list[list[tuple[int, int]]], S: np.ndarray) -> VariantIndex:
     """The VariantIndex of variants, each a list of (row, letter). S: (L,) the wild type.
 
-    2,000 take PLACEHOLDER ms: it may be made anew for those that a step draws."""
+    2,000 take 1 ms: it may be made anew of those that a step draws."""
     wild_type = S.tolist()
     rows = sorted({variant[0][0] for variant in variants if len(variant) == 1})
     place = {row: k for k, row in enumerate(rows)}
@@ -282,8 +285,9 @@ def scores_in_order(  # noqa: PLR0913  (what the numbers depend on)
         number, place, letter, native = index.single.to(S.device)
         scores = scores.index_add(0, number, log_p[place, letter] - log_p[place, native])
     if index.joint:
-        # A pass is of all residues: kept for the gradient, each would take 18 MB of 106 residues.
-        run = run_twice if torch.is_grad_enabled() else run_once
+        run = how.run
+        if len(index.joint) > how.batch_size and torch.is_grad_enabled():
+            run = run_twice     # only one pass may be kept, see choose_run
         log_p = []
         for first in range(0, len(index.joint), how.batch_size):
             sequences = index.joint[first:first + how.batch_size]

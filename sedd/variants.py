@@ -1,8 +1,8 @@
 """Scores of residues and of variants by SEDD, each behind a mask.
 
     nats = residue_scores(sedd, "MKTAYIAKQ")                    # -ln p of each residue: (L,)
-    ratios = variant_scores(sedd, "MKTAYIAKQ", [[(0, 0)], [(0, 0), (2, 19)]])
-    of_each = score_proteins(sedd, ["MKTAYIAKQ", "GSHHW"], [[[(0, 0)]], [[(3, 1)], [(4, 1)]]])
+    scores = variant_scores(sedd, "MKTAYIAKQ", [[(0, 0)], [(0, 0), (2, 19)]])
+    scores = score_proteins(sedd, ["MKTAYIAKQ", "GSHHW"], [[[(0, 0)]], [[(3, 1)], [(4, 1)]]])
 
 The score of a variant is ln p(mutant letter) - ln p(wild-type letter), summed over the mutated
 positions, all masked at once, given the rest of the wild type: above 0 if the model prefers the
@@ -11,11 +11,9 @@ mutant. Writes nothing.
 import collections
 import itertools
 import math
-from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from ddp_setup import Ddp, all_sum
 from ddp_watch import note_progress
@@ -41,82 +39,22 @@ def predict_letters(sedd, rows, tokens=16384, dtype=torch.float32, ddp=None):
     Returns: (masks, 20) float64, row by row, and from left to right within a row.
     """
     ddp = ddp or Ddp(device=next(sedd.model.parameters()).device)
-    ends = np.cumsum((rows == mask_of(sedd)).sum(1))   # masks up to each row
-    out = torch.zeros(int(ends[-1]), X_ID)
+    mask_id = mask_of(sedd)
+    ends = np.cumsum((rows == mask_id).sum(1))   # masks up to each row
+    log_probs = torch.zeros(int(ends[-1]), X_ID)
     size = max(tokens // rows.shape[1], 1)
     for first in range(ddp.rank * size, len(rows), ddp.world_size * size):
         part = torch.from_numpy(rows[first:first + size]).long().to(ddp.device)
+        is_mask = part == mask_id
+        # The noise level at which this share is masked on average.
+        share = is_mask.float().mean(1).clamp(max=0.99)
         with autocast(dtype, ddp):
-            log_p = log_probs_at_masks(sedd.model, part, mask_of(sedd)).cpu()
+            log_scores = sedd.model(part, -torch.log1p(-share), None, is_mask)
+        log_p = torch.log_softmax(log_scores[is_mask][:, :X_ID], -1).cpu()
         end = ends[first:first + size][-1]
-        out[end - len(log_p):end] = log_p
+        log_probs[end - len(log_p):end] = log_p
         note_progress()
-    return all_sum(out, ddp).double().numpy()
-
-
-def log_probs_at_masks(model: torch.nn.Module, rows: Tensor, mask_id: int) -> Tensor:
-    """ln p (masks, 20) of each letter at the masks of rows, in their order, with gradients.
-
-    rows: (n, L) int64 tokens, mask_id at the places to be predicted."""
-    is_mask = rows == mask_id
-    # The noise level at which this share is masked on average.
-    share = is_mask.float().mean(1).clamp(max=0.99)
-    scores = model(rows, -torch.log1p(-share), None, is_mask)
-    return torch.log_softmax(scores[is_mask][:, :X_ID], -1)
-
-
-class MaskedRows(NamedTuple):
-    """Rows of a protein with masks, and where the letters of N variants are found behind these.
-
-    rows:   (n, L) int64 tokens.
-    number: (E,) int64, of each mutation of a variant: the variant, 0 to N - 1.
-    mask:   (E,) int64: which mask, counted as by log_probs_at_masks.
-    letter, wild_type: (E,) int64.
-    n_variants: () int64, N.
-    """
-    rows: Tensor
-    number: Tensor
-    mask: Tensor
-    letter: Tensor
-    wild_type: Tensor
-    n_variants: Tensor
-
-
-def mask_places(row: np.ndarray, variants: list[list[tuple[int, int]]], mask_id: int,
-                groups: list[list[int]] | None = None) -> MaskedRows:
-    """The MaskedRows of variants of a protein (L,), each a list of (place, letter).
-
-    All mutated places of a variant are masked in one row, which serves all variants of the same
-    places. groups: of places, each masked in one row that serves the single mutations of all of
-    them; None: each place has a row."""
-    together = {place: tuple(sorted(group)) for group in groups or [] for place in group}
-    places_of = []          # masked in the row of each variant
-    for changes in variants:
-        places = tuple(sorted(place for place, _ in changes))
-        if len(places) == 1:
-            places = together.get(places[0], places)
-        places_of.append(places)
-    firsts = {}             # places of a row -> the number of its first mask
-    n_masks = 0
-    for places in places_of:
-        if places not in firsts:
-            firsts[places] = n_masks
-            n_masks += len(places)
-    rows = np.tile(row.astype(np.int64), (len(firsts), 1))
-    for masked, places in zip(rows, firsts):
-        masked[list(places)] = mask_id
-    entries = []
-    for number, (changes, places) in enumerate(zip(variants, places_of)):
-        entries += [(number, firsts[places] + places.index(place), letter, row[place])
-                    for place, letter in changes]
-    columns = torch.from_numpy(np.array(entries, np.int64).T)
-    return MaskedRows(torch.from_numpy(rows), *columns, torch.tensor(len(variants)))
-
-
-def ratios_of(log_p: Tensor, masked: MaskedRows) -> Tensor:
-    """ln p(variant) - ln p(wild type), (N,), of log_probs_at_masks (masks, 20)."""
-    ratios = log_p[masked.mask, masked.letter] - log_p[masked.mask, masked.wild_type]
-    return ratios.new_zeros(int(masked.n_variants)).index_add(0, masked.number, ratios)
+    return all_sum(log_probs, ddp).double().numpy()
 
 
 def residue_scores(sedd, sequence, **how):
@@ -143,9 +81,29 @@ def variant_scores(sedd, sequence, variants, **how):
     if len(row) > sedd.max_length:
         raise ValueError(f"the sequence has {len(row):,} residues, but the model was trained on at "
                          f"most {sedd.max_length:,}. Cut it to the part that is mutated.")
-    masked = mask_places(row, variants, mask_of(sedd))
-    log_p = predict_letters(sedd, masked.rows.numpy(), **how)
-    return ratios_of(torch.from_numpy(log_p), masked).numpy()
+    first_mask = {}     # of the row for all variants of the same places
+    n_masks = 0
+    for changes in variants:
+        places = mutated_places(changes)
+        if places not in first_mask:
+            first_mask[places] = n_masks
+            n_masks += len(places)
+    rows = np.tile(row, (len(first_mask), 1))
+    for masked, places in zip(rows, first_mask):
+        masked[list(places)] = mask_of(sedd)
+    log_p = predict_letters(sedd, rows, **how)
+    scores = np.zeros(len(variants))
+    for number, changes in enumerate(variants):
+        places = mutated_places(changes)
+        for place, letter in changes:
+            mask = first_mask[places] + places.index(place)
+            scores[number] += log_p[mask, letter] - log_p[mask, row[place]]
+    return scores
+
+
+def mutated_places(changes):
+    """The places of a variant, a list of (place, token), from left to right."""
+    return tuple(sorted(place for place, _ in changes))
 
 
 def score_proteins(sedd, wild_types, variants, done=None, tokens=16384, dtype=torch.float32,
@@ -164,23 +122,23 @@ def score_proteins(sedd, wild_types, variants, done=None, tokens=16384, dtype=to
     ddp = ddp or Ddp(device=next(sedd.model.parameters()).device)
     alone = Ddp(device=ddp.device)
     batches = []
-    for number, sequence in enumerate(wild_types):
+    for protein, sequence in enumerate(wild_types):
         size = max(tokens // len(sequence), 1)
-        batches += [(number, part) for part in batches_by_places(variants[number], size)]
+        batches += [(protein, batch) for batch in batches_by_places(variants[protein], size)]
     own_batches = batches[ddp.rank::ddp.world_size]
-    own_total = sum(len(part) for _, part in own_batches)
-    counts = [len(of_protein) for of_protein in variants]
+    own_total = sum(len(batch) for _, batch in own_batches)
+    counts = [len(protein_variants) for protein_variants in variants]
     scores = [torch.zeros(n, dtype=torch.float64) for n in counts]
-    for number, part in own_batches:
-        of_part = [variants[number][k] for k in part]
-        found = variant_scores(sedd, wild_types[number], of_part, tokens=tokens, dtype=dtype,
-                               ddp=alone)
-        scores[number][part] = torch.from_numpy(found)
+    for protein, batch in own_batches:
+        batch_scores = variant_scores(sedd, wild_types[protein],
+                                      [variants[protein][k] for k in batch],
+                                      tokens=tokens, dtype=dtype, ddp=alone)
+        scores[protein][batch] = torch.from_numpy(batch_scores)
         note_progress()
         if done is not None:
-            done(len(found), own_total)
-    of_all = all_sum(torch.cat(scores), ddp)     # of each variant one rank has the score
-    return [of_protein.numpy() for of_protein in of_all.split(counts)]
+            done(len(batch), own_total)
+    scores = all_sum(torch.cat(scores), ddp)     # of each variant one rank has the score
+    return [protein_scores.numpy() for protein_scores in scores.split(counts)]
 
 
 def batches_by_places(variants, size):
@@ -188,9 +146,9 @@ def batches_by_places(variants, size):
 
     Variants of the same places, which need one pass of the network, are in the same list, wherever
     they stand. variants: lists of (place, token)."""
-    of_places = collections.defaultdict(list)
+    groups = collections.defaultdict(list)      # places -> numbers of the variants that have them
     for number, changes in enumerate(variants):
-        of_places[tuple(sorted(place for place, _ in changes))].append(number)
-    groups = list(of_places.values())
+        groups[mutated_places(changes)].append(number)
+    groups = list(groups.values())
     return [list(itertools.chain.from_iterable(groups[first:first + size]))
             for first in range(0, len(groups), size)]

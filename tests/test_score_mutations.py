@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-import sample_proteinmpnn
-import sample_sedd
 import score_mutations
 from ddp_setup import Ddp
 from launchers import ROOT, fork_ranks
@@ -63,13 +61,13 @@ def folder(model, tmp_path, monkeypatch):
 def command(folder, capsys):
     """Function: arguments -> (rows of the result, standard error)."""
     def run(*arguments, code=0):
-        found = 0
+        end_code = 0
         try:
             score_mutations.main([*map(str, arguments)])
         except SystemExit as end:
-            found = end.code
+            end_code = end.code
         out, err = capsys.readouterr()
-        assert found == code, err
+        assert end_code == code, err
         return list(csv.DictReader(io.StringIO(out))), err
     return run
 
@@ -130,30 +128,33 @@ def test_the_score_alone_is_subtracted(options, weights, score):
     assert np.subtract(scores_of(plain), scores_of(rows)) == pytest.approx(alone, abs=1e-4)
 
 
-def test_several_weights_score_by_their_mean_each_with_its_own_correction(score):
-    text = "K11W\nK11W:A13G\n"
-    one, _ = score(text, "one.pdb", "--correction_weights", "other.pt")
-    both, err = score(text, "one.pdb", "--correction_weights", "other.pt", "--also", "other.pt",
-                      "--correction_weights", "w.pt")
-    of_pair = score_variants(load_proteinmpnn("other.pt").eval(), complex_of("one.pdb"),
-                             [[(1, 18)], [(1, 18), (3, 5)]])
-    alone = score_alone(load_proteinmpnn("w.pt").eval(), complex_of("one.pdb"),
-                        [[(1, 18)], [(1, 18), (3, 5)]])
-    expected = (np.array(scores_of(one)) + of_pair - alone) / 2
-    assert scores_of(both) == pytest.approx(expected, abs=1e-4)
+@pytest.mark.parametrize("options, corrected_by", [
+    ("--correct_unfolded", ["w.pt", "other.pt"]),
+    ("--correction_weights other.pt --correction_weights w.pt", ["other.pt", "w.pt"])])
+def test_several_weights_score_by_their_mean_each_with_its_own_correction(
+        options, corrected_by, score):
+    rows, err = score("K11W\nK11W:A13G\n", "one.pdb", "--also", "other.pt", *options.split())
+    structure = complex_of("one.pdb")
+    variants = [[(1, 18)], [(1, 18), (3, 5)]]
+    corrected = []
+    for weights, correction in zip(["w.pt", "other.pt"], corrected_by):
+        plain = score_variants(load_proteinmpnn(weights).eval(), structure, variants)
+        alone = score_alone(load_proteinmpnn(correction).eval(), structure, variants)
+        corrected.append(plain - alone)
+    assert scores_of(rows) == pytest.approx(np.mean(corrected, axis=0), abs=1e-4)
     assert "w.pt, other.pt, 2 variants of 1 protein(s)" in err
 
 
 @pytest.mark.parametrize("other", [
     ["--seed", "1"], ["--orders", "5"], ["--mutable_positions", "A10-A11"], ["--top", "3"]])
 def test_what_ranks_have_to_share_changes_with(other, folder):
-    found = []
+    inputs = []
     for options in ([], other):
         args = score_mutations.read_arguments(["w.pt", "one.pdb", "--scan", *options])
         scorer = score_mutations.load_scorer(args, Ddp())
         proteins = score_mutations.read_scan(args, scorer)
-        found.append(score_mutations.inputs_of(args, scorer, proteins))
-    assert found[0] != found[1]
+        inputs.append(score_mutations.inputs_of(args, scorer, proteins))
+    assert inputs[0] != inputs[1]
 
 
 @pytest.mark.parametrize("other", ["--correction_weights third.pt", "--also other.pt",
@@ -265,8 +266,8 @@ def test_a_scan_of_a_structure_takes_each_chain_alone(command):
     rows, _ = command("sedd.pt", "two.pdb", "--scan")
     assert [row["chain"] for row in rows] == ["A"] * 209 + ["B"] * 209
     expected, = variant_scores(load_sedd("sedd.pt"), NATIVE, [[(1, 18)]])
-    found = {row["chain"]: float(row["score"]) for row in rows if row["mutation"] == "K11W"}
-    assert found == pytest.approx({"A": expected, "B": expected}, abs=1e-5)
+    scores = {row["chain"]: float(row["score"]) for row in rows if row["mutation"] == "K11W"}
+    assert scores == pytest.approx({"A": expected, "B": expected}, abs=1e-5)
 
 
 def test_the_correlation_is_that_of_the_table_that_is_written(score):
@@ -387,19 +388,11 @@ def test_what_sedd_cannot_score_is_refused(text, options, said, score, folder):
     assert said in err and err.count("error: ") == 1
 
 
-def test_a_run_folder_of_sedds_dpo_is_scored_as_its_best_weights_are(command, folder):
-    of_file, _ = command("sedd.pt", "wild.fasta", "--scan")
-    (folder / "run").mkdir()
-    (folder / "sedd.pt").rename(folder / "run" / "best_model.pt")
-    of_folder, _ = command("run", "wild.fasta", "--scan")
-    assert of_folder == of_file
-
-
 def test_a_run_folder_of_proteinmpnn_is_refused_with_the_file_to_give(command, folder):
     (folder / "run").mkdir()
-    (folder / "w.pt").rename(folder / "run" / "best_model.pt")
+    (folder / "w.pt").rename(folder / "run" / "latest_model.pt")
     _, err = command("run", "one.pdb", "--scan", code=2)
-    assert "expected a file of it: run/best_model.pt" in err
+    assert "expected a file of it, such as run/latest_model.pt" in err
 
 
 @pytest.mark.parametrize("arguments, said", [
@@ -414,20 +407,6 @@ def test_a_run_folder_of_proteinmpnn_is_refused_with_the_file_to_give(command, f
 def test_a_wrong_command_is_refused(arguments, said, command):
     _, err = command(*arguments.split(), code=2)
     assert said in err and err.count("error: ") == 1
-
-
-@pytest.mark.parametrize("script, entry", [
-    ("sample_sedd", sample_sedd.cli), ("sample_proteinmpnn", sample_proteinmpnn.main)])
-@pytest.mark.parametrize("words", ["--mutations t.csv --measured ddg", "one.pdb --scan"])
-def test_a_call_in_the_old_form_names_the_new_command(words, script, entry, folder, capsys,
-                                                      monkeypatch):
-    code = None
-    try:
-        code = entry(["w.pt", *words.split()])
-    except SystemExit as end:
-        code = end.code
-    assert code == 2
-    assert "variants are scored by score_mutations.py" in capsys.readouterr().err
 
 
 # ---- what to measure next ----
@@ -544,11 +523,11 @@ def test_measured_stability_is_ranked_as_by_the_published_scores(shared, weights
         pytest.skip(f"no table of measured changes of stability at {table}")
     model = load_proteinmpnn(in_package("v_48_020")).eval()
     proteins, note = place_all(read_mutations(table, "ddg"))
-    complexes = [protein.complex for protein in proteins]
+    structures = [protein.complex for protein in proteins]
     changes = [protein.changes for protein in proteins]
-    scores = score_proteins(model, complexes, changes, Scoring(n_orders=1))
+    scores = score_proteins(model, structures, changes, Scoring(n_orders=1))
     plain = correlate_proteins(proteins, scores, lower_is_better=True)
-    scores = score_proteins(model, complexes, changes, Scoring(n_orders=1), correction=model)
+    scores = score_proteins(model, structures, changes, Scoring(n_orders=1), correction=model)
     corrected = correlate_proteins(proteins, scores, lower_is_better=True)
     assert ": 4 of 2,648 variants do not fit" in note and plain.n_proteins == 132
     assert plain.overall.value == pytest.approx(0.529, abs=0.005)

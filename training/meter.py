@@ -152,7 +152,7 @@ def step_values(run, norm, ddp) -> dict:
     if run.progress["bad_steps"][0]:
         values["bad_steps"] = run.progress["bad_steps"][0]
     if run.scaler.is_enabled():
-        values["loss_scale"] = run.scaler.get_scale()
+        values["loss_scale"] = run.scaler.get_scale() * ddp.world_size   # see grad_scaler
     if first_row:
         values["ddp/world_size"] = ddp.world_size
         values["ddp/effective_batch_size"] = run.global_batch

@@ -207,8 +207,9 @@ def networks(config):
 
 def run_of(config, policy, base, pairs, loss_of=loss_of_pairs):
     """What a run has for its loss and its validation, on these pairs."""
-    return SimpleNamespace(config=config, loss_of=loss_of, base=base, bare=policy, model=policy,
-                           dtype=torch.float32, validation=MicroBatchDataset(pairs, config))
+    return SimpleNamespace(config=config, loss_function=loss_of, base=base, bare=policy,
+                           model=policy, dtype=torch.float32,
+                           validation=MicroBatchDataset(pairs, config))
 
 
 @torch.no_grad()

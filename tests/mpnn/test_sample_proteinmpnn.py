@@ -137,6 +137,7 @@ def test_of_several_ranks_the_first_draws_alone(sample, weights, pdb, tmp_path):
     done = fork_ranks(2, [ROOT / "sample_proteinmpnn.py", weights, pdb, "--num", 2], tmp_path)
     assert done.returncode == 0 and done.text.count("the first one does all the work") == 1
     assert [done.text.count(line) for line in alone.splitlines()[::2]] == [1, 1, 1]
+    assert done.text.count("3 sequence(s), ") == 1
 
 
 def test_letters_are_drawn_from_the_softmax_of_the_model(sample, weights, tmp_path):

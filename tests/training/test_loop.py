@@ -424,7 +424,7 @@ def traced(folder, n, profile, done=0):
 
 @pytest.mark.parametrize("n, done, expected", [
     (5, 0, [("steps_2-3.json.gz", 2)]),
-    (2, 0, [("steps_2-3.json.gz", 1)]),    # a stop in the middle
+    (2, 0, [("steps_2-3.json.gz", 2)]),    # a stop in the middle, where the third has begun
     (5, 2, [("steps_2-3.json.gz", 1)]),    # continued in the middle
     (5, 3, [])])                           # continued behind it
 def test_a_trace_has_the_steps_that_were_asked_for(n, done, expected, tmp_path):
