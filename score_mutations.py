@@ -95,10 +95,18 @@ def load_scorer(args, ddp):
         raise ValueError(f"there is no file {path}; expected weights of SEDD (a checkpoint, run "
                          "folder or exported folder) or of ProteinMPNN (a file, or a published "
                          "name such as v_48_020).")
+    model = proteinmpnn_in(path)
+    if model is None:
+        return load_for_sequences(path, args, ddp)
+    return load_for_structures(model, args, ddp)
+
+
+def proteinmpnn_in(path):
+    """The ProteinMPNN in a file; None for another's weights. Raises ValueError."""
     content = read_weights(path)
-    if is_proteinmpnn(content):
-        return load_for_structures(model_of(content, path, product=fast_linear), args, ddp)
-    return load_for_sequences(path, args, ddp)
+    if not is_proteinmpnn(content):
+        return None
+    return model_of(content, path, product=fast_linear)
 
 
 def load_for_structures(first_model, args, ddp):

@@ -400,7 +400,7 @@ def test_a_run_folder_of_proteinmpnn_is_refused_with_the_file_to_give(command, f
     ("w.pt --scan", "found --scan without a protein"),
     ("w.pt one.pdb --scan --measured ddg", "found --measured with --scan"),
     ("none.pt one.pdb --scan", "there is no file none.pt"),
-    ("one.pdb one.pdb --scan", "cannot read"),
+    ("one.pdb one.pdb --scan", "one.pdb cannot be read"),
     ("w.pt one.pdb --scan --out p.png --picture ./p.png", "the picture would overwrite the table"),
     ("sedd.pt one.pdb wild.fasta --scan", "structures and sequences"),
     ("w.pt one.pdb two.pdb --scan --picture p.png", "found --picture with 2 proteins")])
