@@ -325,6 +325,7 @@ def make_reader(config, proteins, micro_batches, ddp):
 
 class Network(NamedTuple):
     """What is trained, and how."""
+    graph: Any
     bare: Any              # the model without DDP
     model: Any             # the same model, wrapped in DDP
     optimizer: Any
@@ -342,19 +343,24 @@ def make_model_and_optimizer(  # noqa: PLR0913  (what the two hang on)
     """The Network of a run, with the weights that it starts from."""
     dtype, precision = choose_precision(config, ddp)
     torch.manual_seed(config.training.seed)   # the same initial weights on every rank
-    bare = make_model(config, make_graph(config.graph.type, N_TOKENS)).to(ddp.device)
+    graph = make_graph(config.graph.type, N_TOKENS)
+    bare = make_model(config, graph).to(ddp.device)
     compiled = compile_blocks(bare, config.memory.compile, ddp)
     init_from, lines = start_from_weights(config, start, resume, bare, ddp)
-    start.load_weights(bare)
-    per_micro_batch = config.training.batch_size or config.training.tokens_per_batch
+    start.load_weights(bare)   # of a run that is continued
     # a small set of proteins never fills the global batch
-    batch_for_scaling = min(start.micro_batches * per_micro_batch, plan.available)
+    batch_for_scaling = min(global_batch_of(config.training, start), plan.available)
     lr, warmup = start.rate(batch_for_scaling)
     optimizer = make_optimizer(bare, lr, config.optim)
     bare, optimizer = optimize_with_ipex(bare, optimizer, ddp, ipex)
     model = wrap_ddp(bare, ddp, **vars(config.ddp))   # from here on with the weights of rank 0
-    return Network(bare, model, optimizer, dtype, lr, warmup, batch_for_scaling, init_from, lines,
-                   precision + compiled)
+    return Network(graph, bare, model, optimizer, dtype, lr, warmup, batch_for_scaling, init_from,
+                   lines, precision + compiled)
+
+
+def global_batch_of(training, start):
+    """Proteins or tokens in a step of all ranks, as the config asks for."""
+    return start.micro_batches * (training.batch_size or training.tokens_per_batch)
 
 
 def make_model(config, graph):
@@ -366,7 +372,7 @@ def make_model(config, graph):
 def make_run(config, start, data, reader, network, ddp):  # noqa: PLR0913  (all of a run)
     """The SeddRun of a start, at the step where it begins."""
     plan = reader.plan
-    graph = make_graph(config.graph.type, N_TOKENS)
+    graph = network.graph
     noise = noise_of(vars(config.noise))
     letters = data.train.letter_counts()
     validation = None
@@ -376,7 +382,6 @@ def make_run(config, start, data, reader, network, ddp):  # noqa: PLR0913  (all 
     n_iters = config.training.n_iters or config.training.num_epochs * plan.steps_per_epoch
     progress = start.progress(SEEN, {}, n_iters)
     sampler = MicroBatchSampler(reader.item_of, start.micro_batches, ddp, progress["step"], n_iters)
-    per_micro_batch = config.training.batch_size or config.training.tokens_per_batch
     run = SeddRun(
         config=config, work_dir=start.work_dir, continued_from=start.path,
         fingerprint=data.fingerprint, bare=network.bare, model=network.model,
@@ -384,7 +389,7 @@ def make_run(config, start, data, reader, network, ddp):  # noqa: PLR0913  (all 
         optimizer=network.optimizer, scaler=grad_scaler(network.dtype, ddp), lr=network.lr,
         warmup=network.warmup, progress=progress, sampler=sampler, validation=validation,
         n_iters=n_iters, steps_per_epoch=plan.steps_per_epoch, micro_batches=start.micro_batches,
-        global_batch=start.micro_batches * per_micro_batch, meter=make_meter(config, ddp, SEEN),
+        global_batch=global_batch_of(config.training, start), meter=make_meter(config, ddp, SEEN),
         letters=letters, graph=graph, noise=noise, plan=plan, init_from=network.init_from)
     start.load_optimizer(run, ddp)
     if not is_finished(run):
@@ -399,8 +404,9 @@ def count_flops(run, ddp):
     if tflops is None:
         return
 
-    # The mean over ranks, by the micro-batches of this one, which may have one more or less.
-    share = run.micro_batches / ddp.world_size / len(run.sampler.mine)
+    # A rank may have one micro-batch more or less than the mean, of which the log tells.
+    mean_number = run.micro_batches / ddp.world_size
+    share = mean_number / len(run.sampler.mine)
 
     def flops_of(batch):
         return share * batch["x0"].numel() * flops_per_position(run.bare, batch["x0"].shape[1])
@@ -448,14 +454,14 @@ def train(run, ddp, watch):
     def loss_of(batch):
         return micro_batch_loss(run.model, batch, run.graph, ddp, run.dtype)
 
-    batches = open_batches(run, dataset, loss_of, ddp)
+    batches = open_batches(run, dataset, loss_of, ddp)   # warms DDP up, by a backward of its own
     trace = open_trace(run, ddp)
     began = time.perf_counter()
     reason = watch.stop_reason(progress["step"])
     while not progress["finished"] and not reason:
         set_learning_rate(run)
         micro_batches = next_micro_batches(run, batches)   # this rank's share of the step
-        count = global_count(micro_batches, ddp)           # residues of all ranks
+        count = global_count(micro_batches, ddp)           # residues, or proteins, of all ranks
         sums = 0.0
         for k, batch in enumerate(micro_batches):
             torch.manual_seed(batch["seed"])   # dropout by micro-batch, not by rank

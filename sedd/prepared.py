@@ -77,14 +77,12 @@ class PreparedProteins:
     """One set of a prepared folder, read in pieces. For BatchReader it works as Proteins does.
 
     len(): number of proteins. length_counts() and letter_counts(): see Proteins.
-    bytes_read: how many bytes were read so far.
     """
 
     def __init__(self, folder, name="train"):
         self.folder = Path(folder)
         self.name = name
         self.meta = read_meta(folder)["sets"][name]
-        self.bytes_read = 0
         self.files = {part: open(self.folder / name / part, "rb", buffering=0) for part in FILES}
 
     def __len__(self):
@@ -135,5 +133,4 @@ class PreparedProteins:
         if len(left):
             raise OSError(f"{self.folder / self.name / part} ends {len(left):,} bytes too early; "
                           f"expected the size that it had when it was checked. {REMAKE}")
-        self.bytes_read += data.nbytes
         return data

@@ -275,12 +275,12 @@ def exchange(run, sums, count, norm, watch, ddp) -> Totals:  # noqa: PLR0913  (a
     """Add up the sums of all ranks, in one small all-reduce. The host waits for the device here.
 
     Args:
-        sums: (n,) float64, of this rank's micro-batches, on the device.
+        sums: (n,) float64, of this rank's micro-batches, on the device, without gradients.
         count: see global_count. norm: (), of the gradient, equal on all ranks.
         watch: a Watch (ddp_watch.py), which may ask all ranks to stop.
     """
     request = sums.new_full((1,), request_of(run, watch, ddp))
-    of_all = all_sum(torch.cat([sums.detach(), request]), ddp)
+    of_all = all_sum(torch.cat([sums, request]), ddp)
     packed = torch.cat([of_all, count[None], norm.double()[None]]).cpu()
     requests, count_of_all, norm_of_all = packed[-3:].tolist()
     return Totals(packed[:-3], count_of_all, norm_of_all, requests)

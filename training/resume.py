@@ -273,9 +273,9 @@ def using_checkpoint(path):
 
 
 # ---------------------------------------------------------------- on which machine?
-def hash_of(weights, settings="") -> str:
-    """Hash of a state_dict, as text. settings: text of what else decides the model's results."""
-    digest = hashlib.blake2b(settings.encode(), digest_size=8)
+def hash_of(weights) -> str:
+    """Hash of a state_dict, as text."""
+    digest = hashlib.blake2b(digest_size=8)
     for name, value in sorted(weights.items()):
         numbers = value.detach().cpu().float().contiguous().numpy()
         digest.update(name.encode() + numbers.tobytes())
