@@ -346,7 +346,7 @@ def make_parser():
     add("--orders", type=int, default=4, metavar="N",
         help="decoding orders that scores are averaged over (default 4)")
     add("--batch_size", type=int, default=8, metavar="N",
-        help="variants of several mutations per pass (default 8)")
+        help="sequences with several mutations per pass (default 8)")
     add = parser.add_argument_group("SEDD").add_argument
     add("--no_ema", action="store_true", help="use the last weights, not their averages")
     add("--bfloat16", action="store_true", help="compute in bfloat16 (autocast)")

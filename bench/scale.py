@@ -117,11 +117,12 @@ def measure_run(run, settings, args, ddp):
                                                     dataset, loss_of, ddp)
     times = all_sum(torch.from_numpy(times), ddp).numpy()
     # Mean, in the unit of the global batch. SEDD's may differ from what the config asks for.
-    per_micro_batch = run.global_batch / run.micro_batches
-    unit = "pairs"
     if args.what == "sedd":
         per_micro_batch = float(run.plan.mean)
         unit = run.plan.counted_in
+    else:
+        per_micro_batch = run.global_batch / run.micro_batches
+        unit = train_dpo_ddp.unit_of(run.config)
     rows = [make_row(setting, settings, times, per_micro_batch) for setting in settings]
     if len(args.ranks) > 1 and ddp.world_size == max(args.ranks):
         rows += [{**row, "scaling": "strong"} for row in rows]
@@ -220,7 +221,7 @@ def print_report(launches):
 
 
 def is_alike(launch, other):
-    return all(launch.get(key) == other.get(key) for key in ALIKE)
+    return all(launch.get(name) == other.get(name) for name in ALIKE)
 
 
 def table_of(launches):
@@ -357,8 +358,8 @@ def main(argv):
         elif args.launches:
             print_report(args.launches)
         else:
-            found = f"; found no launch in {args.json}" if args.json else ""
-            raise ValueError("expected --ranks, such as 1,2,4, or --json with results" + found)
+            in_file = f"; found no launch in {args.json}" if args.json else ""
+            raise ValueError("expected --ranks, such as 1,2,4, or --json with results" + in_file)
     except (ValueError, OSError) as error:
         if place.rank == 0:
             print(f"python -m bench scale: error: {error}", file=sys.stderr)

@@ -4,10 +4,11 @@
 #   bash bench/stability.sh megascale.csv s2648.csv proteingym.csv 5L33.pdb 6MRR.pdb
 #   SEEDS=0 FOLDER=runs/mine bash bench/stability.sh ...
 # Prints Spearman over all mutations and as mean of proteins, for the proteins that are held out,
-# and for all assays; and what 16 designs keep of each structure. About an hour on one core. Held
-# out are the PDB codes below: the families of both tables that a hash drew (30 % identity). The
-# tables begin with the columns pdb_file,chain,mutation,ddg, and names of structures with the code;
-# that of the assays has a column fitness. FOLDER keeps runs, logs and scores.
+# and for all assays; then how likely the native sequence of each structure is, and what 16 designs
+# keep of it. About an hour on one core. Held out are the PDB codes below: the families of both
+# tables that a hash drew (30 % identity). The tables begin with the columns
+# pdb_file,chain,mutation,ddg, and names of structures with the code; that of the assays has a
+# column fitness. FOLDER keeps runs, logs and scores.
 set -euo pipefail
 unset CDPATH
 
@@ -50,21 +51,24 @@ row() {       # row NAME WEIGHTS AND OPTIONS...
     "| $(spearman "$assays" fitness 1 "${@:2}") |"
 }
 
-designs() {   # designs WEIGHTS
-  [ ${#structures[@]} = 0 ] || "$PYTHON" "$here/sample_proteinmpnn.py" "$1" "${structures[@]}" \
-    --num 16 --out "$FOLDER/designs.fasta" 2>&1 | grep ': mean of'
+designs() {   # designs NAME WEIGHTS: adds to FOLDER/designs.txt
+  [ ${#structures[@]} != 0 ] || return 0
+  "$PYTHON" "$here/sample_proteinmpnn.py" "$2" "${structures[@]}" --num 16 2>&1 |
+    sed -n -e "s/^.*: mean of/$1, &/p" \
+      -e "s/^>\(.*, score=[0-9.]*\), .*designed_chains.*/$1, native \1/p" >> "$FOLDER/designs.txt"
 }
 
 mkdir -p "$FOLDER"
+: > "$FOLDER/designs.txt"
 split "$1" megascale
 split "$2" s2648
 printf '| trained on Megascale | domains | S2648 | assays |\n|---|---|---|---|\n'
 row no v_48_020 --correct_unfolded
-designs v_48_020
+designs no v_48_020
 for seed in $SEEDS; do
   train "seed_$seed" "$seed" v_48_020
   row "seed $seed" "$FOLDER/seed_$seed/latest_model.pt" --correction_weights v_48_020
-  designs "$FOLDER/seed_$seed/latest_model.pt"
+  designs "seed $seed" "$FOLDER/seed_$seed/latest_model.pt"
 done
 for base in v_48_010 v_48_030; do
   train "from_$base" 0 $base
@@ -72,3 +76,4 @@ done
 row "three weights" "$FOLDER/seed_${SEEDS%% *}/latest_model.pt" --correction_weights v_48_020 \
   --also "$FOLDER/from_v_48_010/latest_model.pt" --correction_weights v_48_010 \
   --also "$FOLDER/from_v_48_030/latest_model.pt" --correction_weights v_48_030
+cat "$FOLDER/designs.txt"

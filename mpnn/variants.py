@@ -42,7 +42,7 @@ AT_ONCE = 256       # residues that are moved to the end side by side
 # part fills a whole tensor of edges, and larger ones are slower to allocate. Measured, 69 and 286
 # residues: 192 takes up to 1.2 times as long, 1536 1.4 times.
 ROWS_AT_ONCE = 384
-SAVES_MEMORY_FROM = 200     # residues, see choose_run; 199 keep PLACEHOLDER
+SAVES_MEMORY_FROM = 200     # residues, see choose_run
 
 
 @torch.no_grad()
@@ -68,7 +68,7 @@ class Scoring(NamedTuple):
 
     n_orders:   random decoding orders of the other residues, over which the mean is taken.
     seed:       of the orders, which are the same for all variants.
-    batch_size: variants of several mutations per pass.
+    batch_size: sequences with several mutations per pass, wild types counted too.
     """
     n_orders: int = 4
     seed: int = 0
@@ -193,9 +193,10 @@ def encode_complex(model, structure):
 def choose_run(n_residues: int) -> Callable:
     """How to compute what gradients are asked of: run_once, or run_twice to save memory.
 
-    Kept for the gradient, the encoder and the pass of all single mutations take PLACEHOLDER MB a residue, and
-    each set of rows with variants of several mutations 0.2 MB a residue. Of the latter a protein
-    may have thousands, so scores_in_order itself computes them twice, if they need several passes.
+    Kept for the gradient, the encoder and the pass of all single mutations take 4 MB a residue (of
+    published sizes, measured), so that 200 residues take 0.8 GB. Variants of several mutations take
+    0.2 MB a residue for each set of mutated rows, of which a protein may have thousands: if they
+    need more than one pass, scores_in_order computes these twice, whatever is chosen here.
 
     n_residues: of a micro-batch, counted once for each decoding order.
     """
@@ -256,7 +257,7 @@ class Decoding(NamedTuple):
     """How scores_in_order decodes.
 
     in_reverse: several mutations of a variant follow one another from the end of the structure.
-    batch_size: sequences with several mutations per pass.
+    batch_size: sequences with several mutations per pass, wild types counted too.
     run:        run_once, or run_twice to save memory, see choose_run.
     """
     in_reverse: bool = False
@@ -312,6 +313,7 @@ def joint_log_probs(  # noqa: PLR0913  (what the numbers depend on)
     firsts = []         # of each context, the first sequence that has it
     changes = []        # (sequence, row, letter)
     for number, (rows, letters) in enumerate(sequences):
+        rows = tuple(rows)      # a DataLoader makes lists of tuples
         if rows not in context_of:
             context_of[rows] = len(context_of)
             firsts.append(number)

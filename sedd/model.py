@@ -200,7 +200,7 @@ class Block(nn.Module):
         modulation = self.adaLN_modulation(c)[:, None]                          # (B, 1, 6 H)
         shift1, scale1, gate1, shift2, scale2, gate2 = modulation.chunk(6, dim=-1)
         x = modulated(self.norm1(h), shift1, scale1)
-        branch = self.attention(self.attn_qkv(x), rotary, attended)
+        branch = self.attend(self.attn_qkv(x), rotary, attended)
         if rows is not None:
             modulation = spread(modulation, rows // h.shape[1])                 # (n, 1, 6 H)
             gate1, shift2, scale2, gate2 = modulation.chunk(6, dim=-1)[2:]
@@ -211,9 +211,9 @@ class Block(nn.Module):
         branch = self.mlp(modulated(self.norm2(h), shift2, scale2))
         return h + gate2 * dropout(branch, self.dropout, self.training)
 
-    def attention(self, qkv, rotary, attended):
+    def attend(self, qkv, rotary, attended):
         """Softmax attention over all residues of a protein: qkv (B, L, 3 H) -> (B, L, H)."""
-        q, k, v = qkv.unflatten(-1, (3, self.n_heads, -1)).unbind(2)            # (B, L, heads, e)
+        q, k, v = (split_heads(x, self.n_heads) for x in qkv.chunk(3, dim=-1))
         q = rotate(q, rotary)
         k = rotate(k, rotary)
         out = attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attended)
@@ -237,6 +237,11 @@ class Head(nn.Module):
 def modulated(x, shift, scale):
     """x (1 + scale) + shift, in the dtype of shift and scale, which the matrix product uses."""
     return torch.addcmul(shift, x.to(scale.dtype), 1 + scale)
+
+
+def split_heads(x, n_heads):
+    """(B, L, H) -> (B, L, heads, e), with e = H / heads."""
+    return x.unflatten(-1, (n_heads, -1))
 
 
 def spread(x, proteins):

@@ -13,8 +13,8 @@ def test_without_a_command_every_command_is_listed_with_what_its_file_says(tmp_p
 
 
 def test_every_command_has_a_help_of_its_own(tmp_path):
-    found = command_lines("bench", [[name, "--help"] for name in COMMANDS], tmp_path)
-    for name, (code, out, _) in zip(COMMANDS, found):
+    ended = command_lines("bench", [[name, "--help"] for name in COMMANDS], tmp_path)
+    for name, (code, out, _) in zip(COMMANDS, ended):
         assert code == 0 and out.startswith(f"usage: python -m bench {name} "), out
 
 
@@ -35,8 +35,8 @@ def test_what_a_bench_cannot_do_is_refused_in_one_line_before_it_measures(tmp_pa
         ("speed", "sample", "--batch=0"): "--batch is 0; expected more than 0",
         ("speed", "sedd", "--device=cpu", "--matmul=64", "--data=no.fasta"):
             "no.fasta does not exist"}
-    found = command_lines("bench", [list(words) for words in refused], tmp_path)
-    for (code, out, err), message in zip(found, refused.values()):
+    ended = command_lines("bench", [list(words) for words in refused], tmp_path)
+    for (code, out, err), message in zip(ended, refused.values()):
         assert code == 2 and message in err.splitlines()[-1], err
         assert "Traceback" not in err and "float32 |" not in out
 

@@ -22,7 +22,7 @@ from train_dpo_ddp import Config, prepare
 def test_the_plain_step_of_sedd_agrees_with_the_official_code(shared, noise_name):
     fixture = torch.load(shared / "fixtures" / "sedd.pt", weights_only=True)
     case = entries(fixture, "absorb", noise_name)
-    sizes = [fixture[f"cfg_{key}"] for key in ("hidden", "blocks", "heads", "cond")]
+    sizes = [fixture[f"cfg_{size}"] for size in ("hidden", "blocks", "heads", "cond")]
     model = SEDD(entries(fixture, "absorb")["vocab"], *sizes).eval()
     weights = entries(fixture, "absorb", "model")   # their names are those of a model in DDP
     load_official(model, {f"module.{name}": value for name, value in weights.items()})
@@ -31,18 +31,18 @@ def test_the_plain_step_of_sedd_agrees_with_the_official_code(shared, noise_name
     near(loss, case["loss"], rtol=1e-4, atol=1e-3)
     loss.mean().backward()
     near(torch.stack([p.grad.norm() for p in model.parameters()]), case["grad_norms"], rtol=1e-3)
-    for parameter, key in ((model.vocab_embed.embedding, "grad_embed"),
-                           (model.output_layer.linear.weight, "grad_out_weight")):
-        assert (parameter.grad - case[key]).norm() < 1e-4 * case[key].norm()
+    for parameter, gradient in ((model.vocab_embed.embedding, "grad_embed"),
+                                (model.output_layer.linear.weight, "grad_out_weight")):
+        assert (parameter.grad - case[gradient]).norm() < 1e-4 * case[gradient].norm()
 
 
 @pytest.mark.parametrize("noise_name", ["loglinear", "geometric"])
 def test_a_plain_step_of_sampling_has_the_probabilities_of_the_official_code(shared, noise_name):
     fixture = torch.load(shared / "fixtures" / "sedd.pt", weights_only=True)
     case = entries(fixture, "absorb", noise_name)
-    found = plain.plain_analytic_probs(case["log_score"].exp(), case["xt"], case["sigma_step"])
+    probs = plain.plain_analytic_probs(case["log_score"].exp(), case["xt"], case["sigma_step"])
     expected = case["analytic_probs"]
-    near(found, expected, rtol=1e-3, atol=1e-4 * max(1.0, float(expected.max())))
+    near(probs, expected, rtol=1e-3, atol=1e-4 * max(1.0, float(expected.max())))
 
 
 def test_our_sedd_draws_what_the_plain_sampler_draws_from_equal_random_numbers():

@@ -23,6 +23,14 @@ def measured(tmp_path_factory):
     return json.loads((folder / "scale.json").read_text())["launches"], done.stdout
 
 
+@pytest.mark.slow
+def test_a_launch_of_dpo_has_its_rows(tmp_path):
+    done = fork_ranks(2, ["-m", "bench", "scale", "dpo", "--steps=2", "--repeats=1", "--ranks=2",
+                          "--device=cpu"], tmp_path, {"PYTHONPATH": ROOT})
+    assert done.returncode == 0, done.text
+    assert "| batch (pairs) |" in done.stdout and done.stdout.count("| weak, alone | 2 |") == 1
+
+
 def test_launches_add_up_to_a_table(measured):
     launches, _ = measured
     rows = {(row["scaling"], row["alone"], row["ranks"]): row

@@ -16,7 +16,7 @@ ROW = re.compile(r"^\| (?P<name>[^|]+): (?P<unit>\w+) \| (?P<plain>[\d.,e+]+) "
 
 
 def rows_of(text):
-    return [found.groupdict() for found in ROW.finditer(text)]
+    return [row.groupdict() for row in ROW.finditer(text)]
 
 
 @pytest.fixture
@@ -101,4 +101,5 @@ def test_the_ratio_is_of_amounts_per_second_and_mfu_of_flop_per_second(monkeypat
     table.rates = {torch.float32: 100.0}
     table.add("row", "things", lambda: Work(10), {torch.float32: lambda: Work(30, 80.0)})
     row, = rows_of(capsys.readouterr().out)
-    assert [row[key] for key in ("plain", "ours", "ratio", "mfu")] == ["2.5", "15", "6.00", "40%"]
+    numbers = [row[column] for column in ("plain", "ours", "ratio", "mfu")]
+    assert numbers == ["2.5", "15", "6.00", "40%"]

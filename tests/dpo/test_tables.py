@@ -256,18 +256,24 @@ def test_validation_is_the_same_mean_over_proteins_as_training():
 # ---- runs from a file ----
 
 def write_table(folder, name="table.csv", residues=14, shift=0):
-    """Write a table of all letters at some rows of three structures, and the structures. Low values
-    are of letters at the beginning of the alphabet, so that there is something to learn."""
+    """Write a table of all letters at some rows of three structures, of some at both, and the
+    structures. Low values are of letters at the beginning of the alphabet, so that there is
+    something to learn."""
     write_pairs(folder, residues)
     lines = ["pdb_file,mutation,ddg"]
     for number in range(3):
         chain = read_structure(folder / f"s{number}.pdb").chains["A"]
+        names = []          # of the residues, with their letter
         for row in (2, 9):
             native = LETTERS[chain.S[row]]
+            names.append(f"{native}{int(chain.numbers[row]) + shift}")
             for place, letter in enumerate(AMINO_ACIDS):
                 if letter != native:
-                    mutation = f"{native}{int(chain.numbers[row]) + shift}{letter}"
-                    lines.append(f"s{number}.pdb,{mutation},{place - 10}")
+                    lines.append(f"s{number}.pdb,{names[-1]}{letter},{place - 10}")
+        for place, letter in enumerate(AMINO_ACIDS):
+            if letter not in (names[0][0], names[1][0]):
+                both = f"{names[0]}{letter}:{names[1]}{letter}"
+                lines.append(f"s{number}.pdb,{both},{2 * (place - 10)}")
     (folder / name).write_text("\n".join(lines) + "\n")
     return folder / name
 
@@ -375,7 +381,7 @@ def test_proteins_in_training_and_validation_are_named(tmp_path):
     """s0 is in both tables."""
     lines = write_table(tmp_path).read_text().splitlines(keepends=True)
     (tmp_path / "val.csv").write_text("".join(lines[:30]))
-    (tmp_path / "rest.csv").write_text("".join([lines[0], *lines[45:]]))
+    (tmp_path / "rest.csv").write_text("".join([lines[0], *lines[60:]]))
     notes = {}
     for train in ("table.csv", "rest.csv"):
         config = config_of(data__train_data=tmp_path / train, data__val_data=tmp_path / "val.csv")

@@ -342,7 +342,7 @@ def test_compiled_blocks_compute_the_same_under_the_same_names_by_one_code_for_a
                 p += 0.05 * torch.randn(p.shape)
     assert "compiled" in compile_blocks(models[1], True, Ddp())
     assert models[0].state_dict().keys() == models[1].state_dict().keys()
-    for shape in ((4, 16), (6, 21)):
+    for shape in ((4, 20), (6, 21)):    # neither as wide as a head, which is fixed
         xt = torch.randint(0, 22, shape)
         sigma = torch.rand(shape[0]) + 0.1
         for model in models:
