@@ -253,11 +253,13 @@ def loss_of_pairs(model, batch, base, config, ddp, dtype):  # noqa: PLR0913  (al
     Returns: loss (P,), with gradients; METRICS (P, 9).
     """
     loss = config.loss
+    # The base first: the memory that it takes is then free for the policy.
+    base_scores = pair_scores.base_pair_scores(base, batch, loss)                # (P, 2)
+    base_natives = pair_scores.base_natives(base, batch)                         # (U, L, 21)
     graph = base.graph(batch["complex_keys"])
     with autocast(dtype, ddp):
-        log_probs, natives = pair_scores.decode_pairs(model, graph, batch)        # (M, L, 21)
+        log_probs, natives = pair_scores.decode_pairs(model, graph, batch)       # (M, L, 21)
     scores, entropy = pair_scores.score_pairs(log_probs, batch, loss.temperature)
-    base_scores = pair_scores.base_pair_scores(base, batch, loss)                # (P, 2)
     chosen, rejected = scores.unbind(1)
     base_chosen, base_rejected = base_scores.unbind(1)
     n = batch["n_scored"]
@@ -268,7 +270,7 @@ def loss_of_pairs(model, batch, base, config, ddp, dtype):  # noqa: PLR0913  (al
     if loss.diversity_lambda:
         total = total - loss.diversity_lambda * entropy
     if loss.native_kl:
-        total = total + loss.native_kl * pair_scores.native_kl(natives, base, batch)
+        total = total + loss.native_kl * pair_scores.native_kl(natives, base_natives, batch)
     metrics = pair_metrics(total, preference, (chosen, rejected), (base_chosen, base_rejected),
                            entropy, n, loss.beta)
     return total, metrics
@@ -295,15 +297,16 @@ def loss_of_tables(model, batch, base, config, ddp, dtype):  # noqa: PLR0913  (a
     """
     loss = config.loss
     proteins = batch["proteins"]
+    references = [variant_scores.score_by_base(base, protein, loss) for protein in proteins]
     graphs = [base.graph([protein.complex_key]) for protein in proteins]
     with autocast(dtype, ddp):
         outputs = model(proteins, graphs)
     losses = []
     metrics = []
-    for protein, output in zip(proteins, outputs):
+    for protein, output, reference in zip(proteins, outputs, references):
         values = protein.values                                             # (N,) higher is better
         scores = output.scores                                              # (N,) nats
-        base_scores = variant_scores.base_variant_scores(base, protein, loss)     # (N,)
+        base_scores = reference.scores                                      # (N,)
         better = protein.better                                             # (Q,) of the N
         worse = protein.worse
         preference = preference_loss(scores[better], scores[worse], base_scores[better],
@@ -316,7 +319,7 @@ def loss_of_tables(model, batch, base, config, ddp, dtype):  # noqa: PLR0913  (a
         if loss.diversity_lambda:
             added = added - loss.diversity_lambda * output.entropy
         if loss.native_kl:
-            added = added + loss.native_kl * variant_scores.native_kl(output.native, base, protein)
+            added = added + loss.native_kl * variant_scores.native_kl(output, reference, protein)
         losses.append((weight * preference).sum() + added)
         rows = pair_metrics(preference + added, preference, (scores[better], scores[worse]),
                             (base_scores[better], base_scores[worse]), output.entropy,

@@ -69,15 +69,22 @@ def base_pair_scores(base: FrozenBase, batch: dict, loss: Any) -> Tensor:
     return scores
 
 
-def native_kl(natives: Tensor, base: FrozenBase, batch: dict) -> Tensor:
+@torch.no_grad()
+def base_natives(base: FrozenBase, batch: dict) -> Tensor | None:
+    """Log-probabilities (U, L, 21) of the native sequences of a batch under the base weights; None
+    without loss.native_kl."""
+    if "native" not in batch:
+        return None
+    encoding = base.encoding(batch["complex_keys"])
+    return base.model.decode(encoding, batch["native"], batch["native_order"])
+
+
+def native_kl(natives: Tensor, base_log_probs: Tensor, batch: dict) -> Tensor:
     """(P,) mean KL divergence of a model from the base, per residue of the native sequence of each
     pair's complex, in nats: of ln(p base / p model) under the base's p.
 
-    natives: (U, L, 21), the model's log-probabilities of the native sequences of a batch."""
-    with torch.no_grad():
-        base_natives = base.model.decode(base.encoding(batch["complex_keys"]), batch["native"],
-                                         batch["native_order"])
-    divergence = (base_natives.exp() * (base_natives - natives)).sum(-1)           # (U, L)
+    natives, base_log_probs: (U, L, 21), of the native sequences of a batch, of model and base."""
+    divergence = (base_log_probs.exp() * (base_log_probs - natives)).sum(-1)       # (U, L)
     known = batch["native_known"]
     means = (divergence * known).sum(1) / known.sum(1).clamp(min=1)
     return means[batch["native_row"]]

@@ -65,27 +65,30 @@ def score_variants(model: ProteinMPNN, encoding: Encoding, protein: DrawnVariant
 
 
 @torch.no_grad()
-def base_variant_scores(base: FrozenBase, protein: DrawnVariants, loss: Any) -> Tensor:
-    """(N,) float32 scores of drawn variants under the reference, in nats: of the base weights in
-    the same orders, or of the mutated residues alone under these; 0 for losses without one.
+def score_by_base(base: FrozenBase, protein: DrawnVariants, loss: Any) -> VariantScores:
+    """The VariantScores of one protein under the reference: of the base weights in the same orders;
+    or of the mutated residues alone under these; or 0, for losses without a reference.
 
     loss: the config's section."""
-    if loss.name in WITHOUT_REFERENCE:
-        return torch.zeros_like(protein.values)
-    if loss.reference == "unfolded":
-        return base.scores_alone(protein.key)[protein.numbers]
-    encoding = base.encoding([protein.complex_key])
-    return score_variants(base.model, encoding, protein._replace(native_order=None)).scores
-
-
-def native_kl(native: Tensor, base: FrozenBase, protein: DrawnVariants) -> Tensor:
-    """() mean KL divergence of a model from the base, per residue of a protein's native sequence,
-    in nats, as of dpo/pair_scores.py. native: (L, 21), the model's log-probabilities of it."""
-    with torch.no_grad():
+    native = None
+    if protein.native_order is not None:
         encoding = base.encoding([protein.complex_key])
-        base_native = base.model.decode(encoding, protein.S, protein.native_order)[0]
-    divergence = (base_native.exp() * (base_native - native)).sum(-1)
-    known = encoding.mask[0] & (protein.S[0] != X_ID)
+        native = base.model.decode(encoding, protein.S, protein.native_order)[0]
+    zeros = torch.zeros_like(protein.values)
+    if loss.name in WITHOUT_REFERENCE:
+        return VariantScores(zeros, zeros.mean(), native)
+    if loss.reference == "unfolded":
+        return VariantScores(base.scores_alone(protein.key)[protein.numbers], zeros.mean(), native)
+    encoding = base.encoding([protein.complex_key])
+    scores = score_variants(base.model, encoding, protein._replace(native_order=None))
+    return scores._replace(native=native)
+
+
+def native_kl(output: VariantScores, reference: VariantScores, protein: DrawnVariants) -> Tensor:
+    """() mean KL divergence of a model from the base, per residue of a protein's native sequence,
+    in nats, as of dpo/pair_scores.py. output, reference: of model and base."""
+    divergence = (reference.native.exp() * (reference.native - output.native)).sum(-1)
+    known = protein.is_resolved & (protein.S[0] != X_ID)
     return (divergence * known).sum() / known.sum().clamp(min=1)
 
 

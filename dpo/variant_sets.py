@@ -72,7 +72,8 @@ class DrawnVariants(NamedTuple):
     better, worse: (Q,) int64, the pairs, by place among the N.
     n_mutated:     (Q,) float32, residues that are mutated in one variant of the pair or in both.
     index:         of the N variants, without the wild type.
-    S:             (1, L) int64, native letters. orders: (O, L) int64, in which they are decoded.
+    S:             (1, L) int64, native letters. is_resolved: (L,) bool.
+    orders:        (O, L) int64, in which they are decoded.
     native_order:  (1, L) int64, for loss.native_kl, or None.
     """
     key: int
@@ -84,6 +85,7 @@ class DrawnVariants(NamedTuple):
     n_mutated: Tensor
     index: VariantIndex
     S: Tensor
+    is_resolved: Tensor
     orders: Tensor
     native_order: Tensor | None
 
@@ -130,6 +132,7 @@ def draw_variants(variant_set: VariantSet, config: Any, epoch: int | None) -> Dr
         n_mutated=torch.from_numpy(count_mutated(variants, places, len(structure))).float(),
         index=index_variants(variants, structure.S),
         S=torch.from_numpy(structure.S.astype(np.int64))[None],
+        is_resolved=torch.from_numpy(structure.mask),
         orders=decoding_orders(variant_set, config.loss, seed, epoch), native_order=native_order)
 
 

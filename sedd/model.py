@@ -370,7 +370,7 @@ def load_official(model, state, use_ema=True):
 
 
 class EMA:
-    """Exponential moving average of the trainable parameters, in float32 at least.
+    """Exponential moving average of the parameters, in float32 at least.
 
     The decay of update k = 1, 2, ... is min(decay, (1 + k)/(10 + k)), so early averages forget the
     start. bfloat16 parameters are averaged in float32, where a change of 1e-4 is not lost.
@@ -382,8 +382,7 @@ class EMA:
             raise ValueError(f"decay = {decay}; expected 0 <= decay < 1.")
         self.decay = decay
         self.num_updates = 0
-        self.shadow_params = [p.detach().to(wide_dtype(p.dtype), copy=True)
-                              for p in trainable(parameters)]
+        self.shadow_params = [p.detach().to(wide_dtype(p.dtype), copy=True) for p in parameters]
 
     @torch.no_grad()
     def update(self, parameters):
@@ -391,13 +390,13 @@ class EMA:
         self.num_updates += 1
         decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
         live = [p.detach().to(average.dtype)
-                for p, average in zip(trainable(parameters), self.shadow_params, strict=True)]
+                for p, average in zip(parameters, self.shadow_params, strict=True)]
         get_ema_multi_avg_fn(decay)(self.shadow_params, live, self.num_updates)
 
     @contextlib.contextmanager
     def applied(self, model):
         """Put the averages into the model for a `with` block; an error restores the weights too."""
-        live = trainable(model.parameters())
+        live = list(model.parameters())
         weights = [p.detach().clone() for p in live]
         copy_values(self.shadow_params, live)
         try:
@@ -415,10 +414,6 @@ class EMA:
         copy_values(state["shadow_params"], self.shadow_params)
         self.decay = state["decay"]
         self.num_updates = state["num_updates"]
-
-
-def trainable(parameters):
-    return [p for p in parameters if p.requires_grad]
 
 
 @torch.no_grad()

@@ -19,8 +19,8 @@ from ddp_setup import Ddp, load_checkpoint
 from dpo.demo import demo_pairs
 from dpo.evaluation import METRICS, validate
 from dpo.pair_batches import decoding_orders, make_batch
-from dpo.pair_scores import (compute_base_scores, decode_pairs, native_kl, native_pairs,
-                             score_pairs)
+from dpo.pair_scores import (base_natives, compute_base_scores, decode_pairs, native_kl,
+                             native_pairs, score_pairs)
 from dpo.pairs import Pair, read_pairs
 from dpo.plan import Plan
 from dpo.reference import FrozenBase
@@ -259,7 +259,8 @@ def test_the_divergence_on_native_sequences_is_that_of_each_scored_by_itself():
     batch = make_batch(pairs, list(range(len(pairs))), config.loss, 0, 0)
     _, natives = decode_pairs(policy, base.graph(batch["complex_keys"]), batch)
     parameters = list(policy.parameters())
-    together = torch.autograd.grad(native_kl(natives, base, batch).sum(), parameters)
+    divergence = native_kl(natives, base_natives(base, batch), batch)
+    together = torch.autograd.grad(divergence.sum(), parameters)
     plain = sum(plain_native_term((policy, base.model), batch, pair, place)
                 for place, pair in enumerate(pairs))
     for a, b in zip(together, torch.autograd.grad(plain, parameters), strict=True):

@@ -362,6 +362,14 @@ def test_averages_that_were_saved_go_on_as_if_they_had_not_been():
         assert torch.equal(loaded.shadow_params[0], straight.shadow_params[0])
 
 
+def test_parameters_that_are_not_trained_are_among_the_averages():
+    """A file of weights lists the averages of all, by their order."""
+    model = torch.nn.Linear(2, 2)
+    model.weight.requires_grad_(False)
+    averages = EMA(model.parameters()).state_dict()["shadow_params"]
+    assert [p.shape for p in averages] == [p.shape for p in model.parameters()]
+
+
 def test_averages_are_swapped_in_and_back_even_when_the_block_fails():
     model = SEDD(22, 16, 1, 2, cond_dim=8).to(torch.bfloat16)
     ema = EMA(model.parameters())
