@@ -168,7 +168,7 @@ class Table:
     most_pairs: int = key(100_000, least=1, most=10_000_000,
                           help="of a protein; of more, so many are drawn anew in each epoch")
     most_several: int = key(
-        256, least=1, help="variants of several mutations of a protein, each of which takes a pass "
+        256, least=2, help="variants of several mutations of a protein, each of which takes a pass "
                            "of its own; of more, so many are drawn anew in each epoch")
 
 
@@ -314,7 +314,7 @@ def loss_of_tables(model, batch, base, config, ddp, dtype):  # noqa: PLR0913  (a
         weight = torch.ones_like(values[better])
         if config.table.weigh:
             weight = values[better] - values[worse]
-        weight = weight / weight.sum().clamp(min=1e-30)
+        weight = weight / weight.sum()
         added = 0.0
         if loss.diversity_lambda:
             added = added - loss.diversity_lambda * output.entropy
@@ -558,7 +558,8 @@ def describe_data(run, data, network, ddp):
         scoring += ", reference: residues alone"
     if loss.unit == "table":
         weighed = ", weighed by their differences" if config.table.weigh else ""
-        scoring += (f", pairs of variants that differ by {config.table.margin:g} or more{weighed}, "
+        margin = f" by {config.table.margin:g} or more" if config.table.margin else ""
+        scoring += (f", pairs of variants that differ{margin}{weighed}, "
                     f"up to {config.table.most_pairs:,} of a protein")
     for factor, term in ((loss.sft, "SFT"), (-loss.diversity_lambda, "entropy"),
                          (loss.native_kl, "KL of native sequences")):
@@ -590,7 +591,7 @@ def train(run, ddp, watch):
         return micro_batch_loss(run.model, batch, run, ddp)
 
     batches = open_batches(run, run.train_set, loss_of, ddp)
-    trace = open_trace(run, ddp)
+    trace = open_trace(run, log)
     began = time.perf_counter()
     run.epoch_began = began
     reason = watch.stop_reason(progress["step"])

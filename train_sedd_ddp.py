@@ -455,7 +455,7 @@ def train(run, ddp, watch):
         return micro_batch_loss(run.model, batch, run.graph, ddp, run.dtype)
 
     batches = open_batches(run, dataset, loss_of, ddp)   # warms DDP up, by a backward of its own
-    trace = open_trace(run, ddp)
+    trace = open_trace(run, log)
     began = time.perf_counter()
     reason = watch.stop_reason(progress["step"])
     while not progress["finished"] and not reason:

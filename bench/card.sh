@@ -35,7 +35,8 @@ code=0
 part() {      # part NAME COMMAND...
   local outcome=PASS began=$SECONDS
   printf '\n== %s\n' "$1"
-  "${@:2}" || outcome="FAIL, exit code $?"       # timeout's is 124
+  "${@:2}" || outcome="FAIL, exit code $?"
+  outcome=${outcome/exit code 124/its time was up}
   [ "$outcome" = PASS ] || code=3
   table+=$'\n'"| $1 | $outcome | $((SECONDS - began)) |"
 }

@@ -110,9 +110,11 @@ def hold_out_pairs(pairs: list[Pair], data: Any, alive: Callable) -> tuple[list,
         is_val = held.is_held_out
         how = (f"of other families (of {held.n_families:,}; identity of sequences below "
                f"{data.identity:.0%})")
+        together = "of one family"
     except ValueError as error:     # there are too few families
         is_val = by_preferred_sequence(pairs, data.val_fraction)
         how = "of other preferred sequences"
+        together = "with one preferred sequence"
         warnings.append(f"validation measures other sequences, not other structures: {error} Or "
                         "give --val_data.")
     train = [pair for pair, held_out in zip(pairs, is_val) if not held_out]
@@ -121,9 +123,9 @@ def hold_out_pairs(pairs: list[Pair], data: Any, alive: Callable) -> tuple[list,
     if not data.val_fraction / MOST_MISSED <= share <= data.val_fraction * MOST_MISSED:
         warnings.append(f"{len(val):,} of {len(pairs):,} pairs ({share:.0%}) are held out for "
                         f"validation, but data.val_fraction asks for {data.val_fraction:.0%}: "
-                        "pairs of one family stay together. Give --val_data, pairs on more "
-                        "structures, or data.val_fraction=0 to train on all of them without "
-                        "validation.")
+                        f"pairs {together} stay together. Give --val_data, pairs on more "
+                        "structures, or data.val_fraction=0 training.patience=null to train on all "
+                        "of them without validation.")
     lines = [f"  {len(train):,} pairs for training, {len(val):,} {how} for validation"]
     return train, val, lines + [f"ATTENTION: {warning}" for warning in warnings]
 
@@ -262,7 +264,9 @@ def describe_table(path, proteins, sets, n_kept, table):
              f"{table.measured}, {table.better} is better"]
     if several:
         texts.append(f"{several:,} of several mutations")
-    if table.wild_type is not None:
+    if table.wild_type is None:
+        texts.append("the wild type is in no pair, as table.wild_type gives it no value")
+    else:
         texts.append(f"wild type {table.wild_type:g}")
     if n_kept < len(sets):
         texts.append(f"{len(sets) - n_kept:,} protein(s) without a pair that differs by the margin "

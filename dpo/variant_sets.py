@@ -68,7 +68,7 @@ class DrawnVariants(NamedTuple):
     key, complex_key: of its VariantSet and its complex.
     numbers:       (N,) int64, the variants' numbers in the set, ascending; the wild type has the
                    number after the last variant.
-    values:        (N,) float32, what was measured; higher is better.
+    values:        (N,) float64, what was measured; higher is better.
     better, worse: (Q,) int64, the pairs, by place among the N.
     n_mutated:     (Q,) float32, residues that are mutated in one variant of the pair or in both.
     index:         of the N variants, without the wild type.
@@ -127,7 +127,7 @@ def draw_variants(variant_set: VariantSet, config: Any, epoch: int | None) -> Dr
         native_order = shuffled(variant_set, seed_for(seed, "native", variant_set.key, epoch))[None]
     return DrawnVariants(
         key=variant_set.key, complex_key=structure.key, numbers=torch.from_numpy(numbers),
-        values=torch.from_numpy(variant_set.values[numbers]).float(),
+        values=torch.from_numpy(variant_set.values[numbers]),
         better=torch.from_numpy(places[:, 0].copy()), worse=torch.from_numpy(places[:, 1].copy()),
         n_mutated=torch.from_numpy(count_mutated(variants, places, len(structure))).float(),
         index=index_variants(variants, structure.S),
@@ -139,13 +139,16 @@ def draw_variants(variant_set: VariantSet, config: Any, epoch: int | None) -> Dr
 def kept_values(variant_set: VariantSet, most_several: int, seed: int,
                 epoch: int | None) -> np.ndarray:
     """(N + 1,) values of a set, nan for variants that a step leaves out: of those of several
-    mutations, each of which takes a pass of its own, most_several are drawn."""
+    mutations, each of which takes a pass of its own, most_several are drawn. The best and the worst
+    of these are always there, so that a set with a pair keeps one."""
     several = np.flatnonzero([len(variant) > 1 for variant in variant_set.variants])
     if len(several) <= most_several:
         return variant_set.values
     draw = [FOR_SEVERAL, seed, variant_set.key, -1 if epoch is None else epoch]
-    order = np.argsort(random_words(len(several), draw), kind="stable")
+    words = random_words(len(several), draw)
     values = variant_set.values.copy()
+    words[[np.argmax(values[several]), np.argmin(values[several])]] = 0
+    order = np.argsort(words, kind="stable")
     values[several[order[most_several:]]] = np.nan
     return values
 
@@ -154,13 +157,13 @@ def draw_pairs(values: np.ndarray, margin: float, most: int, seed: list) -> np.n
     """Pairs of variants whose values differ by the margin.
 
     Args:
-        values: (N,) float64, nan: in no pair. At least two differ.
+        values: (N,) float64, nan: in no pair. At least two differ by the margin.
         margin: least difference.
         most:   if there are more pairs than this, so many are drawn, of which those that differ by
             less are left out.
         seed:   of the draw, as of random_words.
-    Returns: (Q, 2) int64, the better variant first. Q is at least 1: if no pair differs by the
-        margin, it is the one that differs most.
+    Returns: (Q, 2) int64, the better variant first. Q is at least 1: if no drawn pair differs by
+        the margin, it is the one that differs most.
     """
     known = np.flatnonzero(np.isfinite(values))
     n = len(known)

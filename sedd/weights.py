@@ -208,8 +208,13 @@ def read_file(path):
     if "config" not in state:
         return published_file(path, state, weights)
     config = state["config"]
-    return Saved(state, {name: config[name] for name in ("model", "graph", "noise")},
-                 config["data"]["max_length"], state.get("alphabet", LETTERS),
+    try:
+        sections = {name: config[name] for name in ("model", "graph", "noise")}
+        max_length = config["data"]["max_length"]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path}: its config does not describe a model ({type(error).__name__}: "
+                         f"{error}). {EXPECTED}") from None
+    return Saved(state, sections, max_length, state.get("alphabet", LETTERS),
                  state.get("letters"), state.get("lengths"), tuple(state.get("notes", ())))
 
 
@@ -217,9 +222,9 @@ def read_tensors(path, load):
     """What load(path) returns. Raises ValueError or OSError."""
     try:
         return load(path)
-    except OSError:
-        raise
     except Exception as error:   # a damaged file raises one of half a dozen types
+        if isinstance(error, OSError) and error.filename:
+            raise
         # Only the first sentence: torch then advises to load the file without weights_only.
         reason = str(error).partition(". ")[0].partition("\n")[0][:200]
         raise ValueError(f"cannot read {path} ({type(error).__name__}: {reason}). "
@@ -275,7 +280,10 @@ def read_folder(folder):
         raise ValueError(f"{path} does not describe a model ({type(error).__name__}: {error}). "
                          "Expected a folder made by --export.") from None
     load = need_safetensors().load_file
-    state = read_tensors(folder / "model.safetensors", load)
+    weights = folder / "model.safetensors"
+    if not weights.is_file():
+        raise ValueError(f"{folder} has no model.safetensors. Expected a folder made by --export.")
+    state = read_tensors(weights, load)
     return Saved(state, config, max_length, alphabet, settings.get("letters"),
                  settings.get("lengths"))
 

@@ -327,7 +327,8 @@ def after_step(run, totals, watch, ddp) -> tuple[str, bool]:
 def count_bad_steps(run, totals, ddp) -> None:
     """Count a step with a nan or infinite loss or gradient, which the script has skipped.
 
-    Raises: Diverged for more of them in a row than training.max_bad_steps."""
+    Raises: Diverged for more of them in a row than training.max_bad_steps, or if a run ends without
+        a good step."""
     bad_steps, in_a_row = run.progress["bad_steps"]
     if totals.is_finite:
         run.progress["bad_steps"] = [bad_steps, 0]
@@ -340,26 +341,33 @@ def count_bad_steps(run, totals, ddp) -> None:
         return
     run.progress["bad_steps"] = [bad_steps + 1, in_a_row + 1]
     max_bad_steps = run.config.training.max_bad_steps
-    if in_a_row + 1 > max_bad_steps:
+    was_none_good = bad_steps + 1 == run.progress["step"] == run.n_iters
+    if in_a_row + 1 > max_bad_steps or was_none_good:
         raise Diverged(f"step {run.progress['step']}: the loss or its gradient was nan or infinite "
-                       f"in {in_a_row + 1} steps in a row; expected at most {max_bad_steps}. These "
-                       f"steps were skipped. {ADVICE}")
+                       f"in {in_a_row + 1} steps in a row; expected at most {max_bad_steps}, and a "
+                       f"good one in a run. These steps were skipped. {ADVICE}")
 
 
-def open_trace(run, ddp):
+def open_trace(run, log):
     """torch's profiler for the steps in training.profile, such as 10:13, started; None without.
 
     Call step() after each step, and stop() at the end. It writes profile/steps_10-13.json.gz into
-    the run folder, of rank 0, which https://ui.perfetto.dev shows."""
+    the run folder, of rank 0, which https://ui.perfetto.dev shows. log: the RunLog."""
     text = run.config.training.profile
-    if text is None or not ddp.is_main:
+    if text is None or not log.is_main:
         return None
     first, last = profiled_steps(text)
     done = run.progress["step"]
-    if done >= last:
+    first = max(first, done + 1)
+    last = min(last, run.n_iters)
+    if first > last:
+        log.say(f"training.profile {text}: no trace, as this start does steps {done + 1:,} to "
+                f"{run.n_iters:,}")
         return None
-    before = max(first - 1 - done, 0)
-    schedule = torch.profiler.schedule(wait=before, warmup=0, active=last - done - before, repeat=1)
+    before = first - 1 - done
+    warmup = min(before, 1)    # a step in which the profiler itself gets ready
+    schedule = torch.profiler.schedule(wait=before - warmup, warmup=warmup,
+                                       active=last - first + 1, repeat=1)
     folder = run.work_dir / "profile"
     folder.mkdir(exist_ok=True)
     path = folder / f"steps_{first}-{last}.json.gz"

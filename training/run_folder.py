@@ -96,6 +96,10 @@ def finish_run(run, log, watch, reason, result, seconds, lines) -> dict:
             loss += f", mfu {result['mfu']:.3f}"
         text = [f"Finished at step {result['step']:,} ({finished}) after {seconds / 60:.1f} "
                 f"min{loss}", *lines()]
+        bad_steps, _ = run.progress["bad_steps"]
+        if bad_steps:
+            text.append(f"  ATTENTION: {bad_steps:,} steps were skipped, as their loss or gradient "
+                        "was\n    nan or infinite")
         print_line("\n".join(text), write)
         if ddp.is_main:
             draw_curves(run.work_dir)

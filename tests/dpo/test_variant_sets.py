@@ -101,6 +101,24 @@ def test_of_variants_of_several_mutations_so_many_are_taken_anew_in_each_epoch()
     assert set(numbers[0]) & set(numbers[2]) != set(numbers[0])
 
 
+def test_a_pair_is_left_whichever_variants_of_several_mutations_are_taken():
+    """All but one have the same value, such as at the end of a scale."""
+    variant_set = doubles(40)
+    variant_set.values[:] = np.where(np.arange(41) == 17, 5.0, 1.0)
+    variant_set.values[-1] = np.nan
+    for epoch in range(20):
+        drawn = draw_variants(variant_set, config_of(most_several=3), epoch)
+        assert (drawn.values[drawn.better] > drawn.values[drawn.worse]).all()
+
+
+def test_differences_of_large_values_are_not_lost():
+    variant_set = singles(12)
+    variant_set.values[:] = 1e9 + np.arange(13)
+    drawn = draw_variants(variant_set, config_of(), epoch=0)
+    assert set((drawn.values[drawn.better] - drawn.values[drawn.worse]).tolist()) == set(
+        range(1, 13))
+
+
 def test_a_batch_counts_proteins_by_the_square_root_of_their_variants():
     sets = [singles(8), singles(50), singles(200)]
     batch = make_batch(sets, [0, 1, 2], config_of(), epoch=0)

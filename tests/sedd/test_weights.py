@@ -80,6 +80,22 @@ def test_a_folder_whose_config_is_of_no_model_is_refused(tmp_path, text):
         load_sedd(tmp_path)
 
 
+def test_a_file_that_was_cut_off_is_named(tmp_path):
+    whole = tmp_path / "whole.pt"
+    torch.save({"model": {"a": torch.zeros(10_000)}}, whole)
+    cut = tmp_path / "cut.pt"
+    cut.write_bytes(whole.read_bytes()[:20_000])
+    with pytest.raises(ValueError, match="cut.pt"):
+        load_sedd(cut)
+
+
+def test_a_folder_without_its_weights_is_refused(tmp_path):
+    export_sedd(load_sedd(write_checkpoint(tmp_path / "a.pt", "absorb")), tmp_path / "folder")
+    (tmp_path / "folder" / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="folder has no model.safetensors"):
+        load_sedd(tmp_path / "folder")
+
+
 # ---- files ----
 
 @pytest.mark.parametrize("graph, noise", [("absorb", "loglinear"), ("uniform", "geometric")])

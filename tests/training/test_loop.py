@@ -18,6 +18,7 @@ from ddp_watch import watch_run
 from launchers import ROOT
 from toy_run import Blocks, Rows, compute_gradient, loss_of as loss_of_toy, steps, take_step, toy
 from sedd.model import SEDD
+from training.log import RunLog
 from training.loop import (Totals, after_step, eval_mode, open_batches, open_trace, record_score,
                            scale_for_batch, share_of)
 from training.precision import compile_blocks, grad_scaler
@@ -229,6 +230,12 @@ def test_too_many_bad_steps_in_a_row_end_the_run():
     assert run.progress["bad_steps"] == [5, 3]
 
 
+def test_a_run_without_a_good_step_does_not_count_as_finished():
+    run = toy(n_iters=2, optimizer="adamw", max_bad_steps=10)
+    with pytest.raises(RuntimeError, match="in 2 steps in a row; .*a good one in a run"):
+        list(steps(run, 2, scale=math.nan))
+
+
 @pytest.mark.parametrize("what", ["sedd", "dpo"])
 def test_a_script_takes_the_step_that_other_tests_take(what, tmp_path):
     """To the last bit, weights and their moving averages."""
@@ -404,10 +411,10 @@ def test_weights_that_have_come_apart_are_told_with_rank_and_parameter(tmp_path)
 def traced(folder, n, profile, done=0):
     """Names of the files in `folder` after the steps from `done` + 1 to n, and those steps that a
     trace has."""
-    run = toy(profile=profile)
+    run = toy(n_iters=n, profile=profile)
     run.work_dir = folder
     run.progress["step"] = done
-    trace = open_trace(run, Ddp())
+    trace = open_trace(run, RunLog(folder, True, n))
     for _ in steps(run, n - done):
         if trace:
             trace.step()
@@ -424,8 +431,9 @@ def traced(folder, n, profile, done=0):
 
 @pytest.mark.parametrize("n, done, expected", [
     (5, 0, [("steps_2-3.json.gz", 2)]),
-    (2, 0, [("steps_2-3.json.gz", 2)]),    # a stop in the middle, where the third has begun
-    (5, 2, [("steps_2-3.json.gz", 1)]),    # continued in the middle
+    (2, 0, [("steps_2-2.json.gz", 1)]),    # the run ends in the middle
+    (5, 2, [("steps_3-3.json.gz", 1)]),    # continued in the middle
+    (1, 0, []),                            # the run ends before it
     (5, 3, [])])                           # continued behind it
 def test_a_trace_has_the_steps_that_were_asked_for(n, done, expected, tmp_path):
     assert traced(tmp_path, n, "2:3", done) == expected
