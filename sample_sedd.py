@@ -408,6 +408,9 @@ def check_files(args):
             raise ValueError(f"{path} is a folder or a device; expected a file.")
         if not path.is_file():
             raise ValueError(f"there is no file {path}.")
+    if args.export is not None and args.export.suffix in (".pth", ".pt"):
+        raise ValueError(f"--export {args.export} has the name of a file; expected that of a new "
+                         "folder.")
     checkpoint = Path(args.checkpoint)
     # An export is a folder; a run's folder holds its checkpoints in one.
     inputs = [checkpoint, *checkpoint.glob("*"), *checkpoint.glob("checkpoints/*"), *read]

@@ -429,8 +429,9 @@ def prepare(  # noqa: PLR0913  (what a command line says of a start)
     used. The run folder is touched afterwards, by take_folder, when all checks have passed on every
     rank."""
     check_config(config)
+    former = "FORMER" if resume else work_dir
     start = start_or_continue(config, ddp, Path(work_dir), resume, fresh,
-                              f"--base_model_name {'FORMER' if resume else work_dir}/best_model.pt")
+                              f"--base_model_name {former}/latest_model.pt")
     base, data, plan = load_data_and_plan(config, start, ddp)
     network = make_model_and_optimizer(config, start, base, data, ipex, ddp)
     run = make_run(config, start, data, plan, network, ddp)

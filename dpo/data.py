@@ -18,7 +18,7 @@ from dpo.pair_files import read_both
 from dpo.pairs import Pair, describe, read_pairs
 from dpo.variant_sets import VariantSet, has_pair, make_variant_set
 from proteins.csv_files import describe_duplicates
-from proteins.identity import hold_out_families
+from proteins.identity import MOST_ALIGNED, hold_out_families
 from proteins.letters import decode
 from proteins.mutations import measured_values, place_all, read_mutations
 from proteins.seeds import content_hash, content_key
@@ -111,7 +111,8 @@ def hold_out_pairs(pairs: list[Pair], data: Any, alive: Callable) -> tuple[list,
         how = (f"of other families (of {held.n_families:,}; identity of sequences below "
                f"{data.identity:.0%})")
         together = "of one family"
-    except ValueError as error:     # there are too few families
+        warnings += describe_unaligned(held)
+    except ValueError as error:     # there is one family alone
         is_val = by_preferred_sequence(pairs, data.val_fraction)
         how = "of other preferred sequences"
         together = "with one preferred sequence"
@@ -232,8 +233,18 @@ def hold_out_proteins(sets: list[VariantSet], data: Any,
                          "validation.") from None
     train = [one for one, held_out in zip(sets, held.is_held_out) if not held_out]
     val = [one for one, held_out in zip(sets, held.is_held_out) if held_out]
-    return train, val, [f"  {len(train):,} proteins for training, {len(val):,} for validation; "
-                        f"none of them has {data.identity:.0%} identity with one of the others"]
+    lines = [f"  {len(train):,} proteins for training, {len(val):,} for validation; none of them "
+             f"has {data.identity:.0%} identity with one of the others"]
+    return train, val, lines + [f"ATTENTION: {text}" for text in describe_unaligned(held)]
+
+
+def describe_unaligned(held):
+    """List of a warning, if relatives may be on both sides."""
+    if held.are_aligned:
+        return []
+    return [f"there are {held.n_families:,} different sequences, too many to align: relatives may "
+            f"be on both sides. To hold out families of more than {MOST_ALIGNED:,}, cluster them "
+            "by a tool such as MMseqs2, and give --val_data."]
 
 
 def mutated_chain(variant_set):

@@ -85,8 +85,8 @@ def model_of(content: Any, path: str | Path, dropout: float = 0.0,
                          f"three, as best_model.pt of a run has them. {advice_on(path, content)}")
     weights = content["model_state_dict"]
     if not isinstance(weights, dict) or not all(map(torch.is_tensor, weights.values())):
-        raise ValueError(f"{path}: model_state_dict holds no weights by name; expected a tensor for "
-                         f"each. {WHERE_PUBLISHED}")
+        raise ValueError(f"{path}: model_state_dict holds no weights by name; expected a tensor "
+                         f"for each. {WHERE_PUBLISHED}")
     refuse_other_networks(path, weights)
     for name, value in weights.items():
         if not value.is_floating_point():   # integers may be weights of 8 bits, with a scale

@@ -17,6 +17,8 @@ import numpy as np
 # Memory and time of an alignment are those of the product of the lengths: 2,000 by 2,000 residues
 # take 0.04 s. Longer chains are compared part by part.
 LONGEST_PART = 2000
+# All pairs are aligned, on each rank: 1,000 sequences of 250 residues take 4 minutes.
+MOST_ALIGNED = 1000
 BLOSUM62 = gemmi.AlignmentScoring("b")
 
 
@@ -24,7 +26,7 @@ class HeldOut(NamedTuple):
     """Which proteins are held out, no relatives of them among the others."""
     is_held_out: np.ndarray     # (n,) bool
     n_families: int             # of all n
-    nearest: float              # largest identity of two proteins on different sides
+    are_aligned: bool           # False: there are too many, and only equal sequences are relatives
 
 
 def identity(one: str, other: str) -> float:
@@ -39,29 +41,35 @@ def hold_out_families(sequences: list[str], fraction: float, share: float,
     """Hold out whole families, by a hash of their sequences.
 
     A family are all proteins that are connected by relatives: identity `share` or more; equal
-    sequences are one protein. The side of a protein depends on its family alone: not on other
-    proteins, the order, names, or a seed.
+    sequences are one protein. Of more than MOST_ALIGNED different sequences only equal ones are
+    relatives. The side of a protein depends on its family alone: not on other proteins, the order,
+    names, or a seed; but one family at least is on each side.
 
     Args:
         sequences: n texts of the 20 letters and X, one for each protein.
         fraction:  0 to 1, of families that are held out, on average.
         share:     0 to 1.
         alive:     called for each sequence, to show a watchdog that work continues.
-    Raises: ValueError if either side is empty.
+    Raises: ValueError if there is one family alone.
     """
     known = [known_letters(sequence) for sequence in sequences]
     distinct = sorted(set(known))
-    identities = all_identities(distinct, alive)
-    families = connected(identities >= share)
+    are_aligned = len(distinct) <= MOST_ALIGNED
+    families = [[number] for number in range(len(distinct))]
+    if are_aligned:
+        families = connected(all_identities(distinct, alive) >= share)
+    if len(families) < 2:
+        raise ValueError(f"all {len(sequences):,} proteins are of one family, of {share:.0%} "
+                         "identity, so none can be held out; expected two families or more. Give "
+                         "more proteins.")
     draws = [draw_of("\n".join(distinct[member] for member in family)) for family in families]
-    is_chosen = np.zeros(len(distinct), bool)
+    limit = min(max(fraction, np.nextafter(min(draws), 1)), max(draws))
+    held_letters = set()
     for family, draw in zip(families, draws):
-        is_chosen[family] = draw < fraction
-    held_letters = {distinct[number] for number in np.flatnonzero(is_chosen)}
+        if draw < limit:
+            held_letters.update(distinct[member] for member in family)
     is_held_out = np.array([letters in held_letters for letters in known], bool)
-    check_sides(is_chosen, fraction, draws, share)
-    nearest = float(identities[is_chosen][:, ~is_chosen].max())
-    return HeldOut(is_held_out, len(families), nearest)
+    return HeldOut(is_held_out, len(families), are_aligned)
 
 
 # ---- alignments ----
@@ -133,19 +141,3 @@ def draw_of(text):
     """A number from 0 to 1 that depends on a text alone."""
     digest = hashlib.sha256(text.encode()).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
-
-
-def check_sides(is_chosen, fraction, draws, share):
-    """ValueError if either side is empty.
-
-    is_chosen: (n,) bool, of distinct sequences. draws: of all families."""
-    if is_chosen.any() and not is_chosen.all():
-        return
-    advice = "Give more proteins"
-    if len(draws) > 1:
-        other = float(f"{(min(draws) + max(draws)) / 2:.3f}")
-        if min(draws) < other <= max(draws):
-            advice += f", or another fraction, such as {other:g}"
-    raise ValueError(f"found {len(is_chosen):,} protein(s) in {len(draws):,} families of "
-                     f"{share:.0%} identity, of which {is_chosen.sum():,} would be held out by the "
-                     f"fraction {fraction:g}; expected some on both sides. {advice}.")

@@ -354,7 +354,7 @@ def load_official(model, state, use_ema=True):
     use_ema = use_ema and isinstance(ema, dict) and "shadow_params" in ema
     if use_ema:
         averages = ema["shadow_params"]
-        names = [name for name, p in model.named_parameters() if p.requires_grad]
+        names = [name for name, _ in model.named_parameters()]
         if len(names) != len(averages):
             problems.append(f"{len(averages)} ema.shadow_params for {len(names)} parameters")
         weights.update(zip(names, averages))

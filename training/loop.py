@@ -258,12 +258,13 @@ class Totals(NamedTuple):
     sums: torch.Tensor    # (n,) float64, as the script adds them up
     count: float          # see global_count
     norm: float           # of the gradient before clipping
+    n_bad: float          # number of ranks whose gradient is nan or infinite
     requests: float       # number of ranks that ask all to stop or to save
 
     @property
     def is_finite(self) -> bool:
         """Whether the loss of all ranks and the gradient are finite; else the step is bad."""
-        return math.isfinite(self.norm) and self.loss_is_finite
+        return self.n_bad == 0 and self.loss_is_finite
 
     @property
     def loss_is_finite(self) -> bool:
@@ -279,11 +280,12 @@ def exchange(run, sums, count, norm, watch, ddp) -> Totals:  # noqa: PLR0913  (a
         count: see global_count. norm: (), of the gradient, equal on all ranks.
         watch: a Watch (ddp_watch.py), which may ask all ranks to stop.
     """
-    request = sums.new_full((1,), request_of(run, watch, ddp))
-    of_all = all_sum(torch.cat([sums, request]), ddp)
-    packed = torch.cat([of_all, count[None], norm.double()[None]]).cpu()
-    requests, count_of_all, norm_of_all = packed[-3:].tolist()
-    return Totals(packed[:-3], count_of_all, norm_of_all, requests)
+    flags = torch.stack([(~norm.isfinite()).double(),
+                         sums.new_full((), request_of(run, watch, ddp))])
+    added_up = all_sum(torch.cat([sums, flags]), ddp)
+    packed = torch.cat([added_up, count[None], norm.double()[None]]).cpu()
+    n_bad, requests, whole_count, own_norm = packed[-4:].tolist()
+    return Totals(packed[:-4], whole_count, own_norm, n_bad, requests)
 
 
 def request_of(run, watch, ddp) -> float:

@@ -402,7 +402,7 @@ def test_a_resume_is_refused_for_other_pairs_or_base_weights_or_spoilt_ones(tmp_
             ({**state, "base": "0"}, "trained from other base weights"),
             ({**state, "model": spoilt}, "1 tensors .* infinite numbers, first W_out.bias"),
             ({**state, "data": {"n": 3, "hash": "0"}},
-             "other pairs, or in another order.*--base_model_name .*best_model.pt")):
+             "other pairs, or in another order.*--base_model_name .*latest_model.pt")):
         torch.save(other, tmp_path / "other.pt")
         with pytest.raises(ValueError, match=text):
             run(tiny(), tmp_path / "new", resume=tmp_path / "other.pt")

@@ -237,27 +237,41 @@ def test_a_run_without_a_good_step_does_not_count_as_finished():
 
 
 @pytest.mark.parametrize("what", ["sedd", "dpo"])
-def test_a_script_takes_the_step_that_other_tests_take(what, tmp_path):
-    """To the last bit, weights and their moving averages."""
+def test_a_script_takes_the_step_that_other_tests_take(what, tmp_path, monkeypatch):
+    """To the last bit, weights and their moving averages, and the second step is bad."""
+    micro_batch_loss = SCRIPTS[what].micro_batch_loss
+    states = []
+    calls = []
+
+    def loss_nan_in_the_second_step(*arguments):
+        calls.append(arguments)
+        loss, sums = micro_batch_loss(*arguments)
+        nan = math.nan if len(calls) in (3, 4) else 0.0    # two micro-batches a step
+        return loss + nan, sums + nan
+
+    monkeypatch.setattr(SCRIPTS[what], "micro_batch_loss", loss_nan_in_the_second_step)
+
     def take_three(run, ddp, watch):
         loss = loss_of(run, what, ddp)
         batches = open_batches(run, dataset_of(run, what, ddp), loss, ddp)
         for _ in range(3):
             take_step(run, batches, loss, watch, ddp)
-        states.append(state_of(run))
+        keep_state(run)
 
     def train_three(run, ddp, watch):
         SCRIPTS[what].train(run, ddp, watch)
-        states.append(state_of(run))
+        keep_state(run)
 
-    def state_of(run):
-        averages = run.ema.shadow_params if run.ema is not None else []
-        return [p.detach().clone() for p in (*run.bare.parameters(), *averages)]
+    def keep_state(run):
+        averages = run.ema.state_dict() if run.ema is not None else {}
+        weights = [p.detach().clone() for p in run.bare.parameters()]
+        states.append(copy.deepcopy([weights, averages, run.progress["bad_steps"]]))
+        calls.clear()
 
-    states = []
     settings = [*STEPS[what].split(), "training.n_iters=3", "optim.warmup=2"]
     train(what, settings, tmp_path / "steps", Ddp(), take_three)
     train(what, settings, tmp_path / "script", Ddp(), train_three)
+    assert states[0][2] == states[1][2] == [1, 0]
     torch.testing.assert_close(states[0], states[1], rtol=0, atol=0)
 
 
@@ -391,7 +405,7 @@ def come_apart(ddp):
     model = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(2)))
     run = toy(model=model, ddp=ddp)
     run.config.monitoring.check_sync_every = 2
-    totals = Totals(torch.zeros(1), 1.0, 1.0, 0.0)
+    totals = Totals(torch.zeros(1), 1.0, 1.0, 0.0, 0.0)
     fine = contextlib.nullcontext()
     told = pytest.raises(RuntimeError, match=r"1 of 3 differ from rank 0 on \S+ \(rank 2 on \S+\), "
                                              "first in 1.weight")
