@@ -10,14 +10,15 @@ import torch
 from ddp_setup import Ddp
 from dpo.data import load_data
 from dpo.evaluation import METRICS, validate
-from dpo.pair_scores import compute_base_scores
+from dpo.pair_scores import compute_base_scores, native_pairs, whole_natives
 from dpo.pairs import Pair
 from dpo.plan import Plan
 from dpo.reference import FrozenBase
-from dpo.variant_scores import VariantPass
-from dpo.variant_sets import VariantSet, draw_pairs
+from dpo.variant_scores import VariantPass, score_by_base
+from dpo.variant_sets import VariantSet, draw_pairs, draw_variants
 from mpnn.base import Base
 from mpnn.model import random_proteinmpnn, to_checkpoint
+from mpnn.variants import score_alone
 from proteins.letters import AMINO_ACIDS, LETTERS, X_ID, decode
 from proteins.structures import NAMES, read_structure
 from mpnn_cases import Atoms
@@ -113,6 +114,25 @@ def test_the_loss_and_its_gradient_are_those_of_the_same_pairs_one_by_one(refere
     assert loss == pytest.approx(expected, rel=1e-5)
     for a, b in zip(gradient, plain, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(b.norm()) + 1e-9)
+
+
+def test_the_scores_of_residues_alone_are_those_of_the_drawn_variants():
+    structure = random_complex(20)
+    variants = [variant for row in range(5, 15) for variant in letters_at(structure, row)]
+    variant_set = set_of(structure, variants)
+    _, base = networks([variant_set])
+    config = config_of(loss__reference="unfolded", table__most_pairs=5)
+    drawn = draw_variants(variant_set, config, epoch=0)
+    expected = np.append(score_alone(base.model, structure, variants), 0.0)[drawn.numbers]
+    assert 2 < len(drawn.numbers) < 12 and np.ptp(expected) > 0
+    assert score_by_base(base, drawn, config.loss).scores.tolist() == pytest.approx(expected)
+
+
+def test_an_unknown_native_letter_does_not_count_in_what_validation_tells_of_natives():
+    structure = random_complex(14)
+    structure.S[6] = X_ID
+    (native,) = native_pairs(whole_natives([structure]))
+    assert native.chain_M.tolist() == [row != 6 for row in range(14)]
 
 
 def test_pairs_weighed_by_their_difference_count_by_it():
@@ -375,6 +395,14 @@ def test_relatives_are_on_one_side_of_the_validation_of_a_table(tmp_path):
             for side in (data.train, data.val)]
     assert not ends[0] & ends[1]
     assert len(data.train) + len(data.val) == 16 and len(data.val) % 2 == 0
+
+
+def test_relatives_of_less_identity_than_asked_for_may_be_on_both_sides(tmp_path):
+    data = load_data(config_of(data__train_data=write_families(tmp_path), data__val_fraction=0.4,
+                               data__identity=0.9))
+    ends = [{decode(variant_set.complex.S[20:]) for variant_set in side}
+            for side in (data.train, data.val)]
+    assert ends[0] & ends[1]
 
 
 def test_proteins_in_training_and_validation_are_named(tmp_path):
