@@ -223,7 +223,7 @@ def check_checkpoint(run_dir, reference):
     """The step of last.pt, which must be, to the last bit, what the undisturbed run had there."""
     state = load_checkpoint(str(run_dir / "checkpoints" / "last.pt"))
     wanted = load_checkpoint(str(reference / f"step_{state['step']}.pt"))
-    for key in ("model", "ema", "optimizer", "scaler", "best", "recent", "bad_evals"):
+    for key in ("model", "ema", "optimizer", "scaler", "best", "bad_evals"):
         assert equal(state[key], wanted[key]), (
             f"{key} differs from the undisturbed run at step {state['step']}")
     return state["step"]
