@@ -142,6 +142,65 @@ def test_the_check_for_public_names_notices():
                          "ddp_setup._listen(ddp_setup.barrier)") == ["_join", "_listen"]
 
 
+def private_names_of_torch(source):
+    """Names of torch that begin with one underscore, as an attribute or imported."""
+    private = []
+    for node in ast.walk(ast.parse(source)):
+        names = []
+        if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch."):
+            names = [node.attr]
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+            names = [*node.module.split("."), *(alias.name for alias in node.names)]
+        private += [name for name in names if re.match("_[^_]", name)]
+    return private
+
+
+@pytest.mark.parametrize("path", code_files(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_only_public_names_of_torch_are_used(path):
+    assert private_names_of_torch(path.read_text()) == []
+
+
+def test_the_check_for_names_of_torch_notices():
+    assert private_names_of_torch(
+        "import torch\nfrom torch._utils import f\ntorch._foreach_add_(a, b)\n"
+        "torch.ops.aten._softmax(x)\ntorch.__version__") == [
+            "_utils", "_foreach_add_", "_softmax"]
+
+
+HIDDEN = {"complex", "property"}
+
+
+def names_that_hide(source):
+    """Variables and parameters that hide a builtin of HIDDEN, or a function `key` that the file
+    imports. Fields of a class hide nothing."""
+    tree = ast.parse(source)
+    hidden = set(HIDDEN)
+    fields = {target for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
+              for statement in node.body for target in ast.walk(statement)
+              if isinstance(statement, (ast.AnnAssign, ast.Assign))}
+    names = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and "key" in {alias.name for alias in node.names}:
+            hidden.add("key")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg):
+            names.append(node.arg)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node not in fields:
+            names.append(node.id)
+    return sorted(set(names) & hidden)
+
+
+@pytest.mark.parametrize("path", code_files(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_variable_hides_what_a_reader_knows(path):
+    assert names_that_hide(path.read_text()) == []
+
+
+def test_the_check_for_hidden_names_notices():
+    assert names_that_hide("from training.config import key\nfor key in (): pass") == ["key"]
+    assert names_that_hide("def f(complex, key): pass") == ["complex"]
+    assert names_that_hide("class A:\n    complex: str = ''") == []
+
+
 def test_the_root_holds_what_one_runs_or_copies():
     assert {path.stem for path in ROOT.glob("*.py")} == SCRIPTS | TO_COPY
 

@@ -14,7 +14,7 @@ from dpo.pair_scores import compute_base_scores, native_pairs, whole_natives
 from dpo.pairs import Pair
 from dpo.plan import Plan
 from dpo.reference import FrozenBase
-from dpo.variant_scores import VariantPass, score_by_base
+from dpo.variant_scores import VariantPass, correlate_variants, score_by_base
 from dpo.variant_sets import VariantSet, draw_pairs, draw_variants
 from mpnn.base import Base
 from mpnn.model import random_proteinmpnn, to_checkpoint
@@ -325,6 +325,36 @@ def test_training_on_a_table_ranks_its_variants_and_says_by_how_much(tmp_path, c
     column = result["validation"].index("Spearman")
     assert float(result["before"][column]) == pytest.approx(before, abs=5e-4)
     assert float(result["latest"][column]) == pytest.approx(after, abs=5e-4)
+
+
+def test_the_loss_in_the_log_is_the_one_of_validation(tmp_path):
+    """Of proteins of few variants, which count less, at a learning rate of 0, in one order."""
+    lines = write_table(tmp_path).read_text().splitlines(keepends=True)
+    few = [lines[0], *lines[1:9], *lines[60:63]]      # of the first protein, and of the next
+    (tmp_path / "few.csv").write_text("".join(few))
+    config = config_of(data__train_data=tmp_path / "few.csv", data__val_data=tmp_path / "few.csv",
+                       optim__lr=0, loss__reference="unfolded", loss__order="arange",
+                       training__n_iters=1)
+    run(config, tmp_path / "w")
+    start, row = rows(tmp_path / "w")
+    assert row["loss"] == pytest.approx(start["val/loss"], rel=1e-6) != math.log(2)
+    assert row["loss"] == pytest.approx(row["epoch/loss"], rel=1e-9)
+
+
+def test_validation_scores_no_more_variants_of_several_mutations_than_training(monkeypatch):
+    structure = random_complex(20)
+    variants = [[(row, 1), (other, 2)] for row in range(10) for other in range(10, 20)]
+    variant_set = set_of(structure, variants)
+    policy, base = networks([variant_set])
+    numbers = []
+
+    def scores_of_zero(model, structures, variants, *more, **settings):
+        numbers.extend(len(of_protein) for of_protein in variants)
+        return [np.arange(len(of_protein), dtype=float) for of_protein in variants]
+
+    monkeypatch.setattr("dpo.variant_scores.score_proteins", scores_of_zero)
+    correlate_variants(policy, base, [variant_set], config_of(table__most_several=12), Ddp())
+    assert numbers == [12]
 
 
 @pytest.mark.parametrize("rate, warns", [(1e-6, False), (1e-1, True)])

@@ -80,7 +80,16 @@ def test_the_rank_with_the_most_memory_is_named(two_ranks):
 
 
 def test_the_share_of_communication_is_told_of_several_ranks(two_ranks):
-    assert two_ranks[-1]["time/exchange"] > 0
+    """Four numbers take less than a step."""
+    assert 0 < two_ranks[-1]["time/exchange"] < 1
+
+
+def test_the_share_is_that_of_a_step():
+    meter = StepMeter(Ddp())
+    meter.exchange = 2.0
+    list(steps(toy(meter=meter), 3))
+    values = meter.report()
+    assert values["time/exchange"] == pytest.approx(2.0 / values["time/step"])
 
 
 def test_one_rank_has_no_share_of_communication():
