@@ -641,7 +641,7 @@ def report_and_save(run, log, totals, asked, watch, ddp):  # noqa: PLR0913  (a s
     report_now = evaluate_now or due(step, training.log_freq)
     save_now = asked or at_end or due(step, training.snapshot_freq)
     if totals.is_finite:
-        run.epoch_sums += torch.cat([totals.sums, torch.tensor([totals.count])])
+        run.epoch_sums += torch.cat([totals.sums, totals.sums.new_tensor([totals.count])])
     if report_now:
         run.values = report_step(run, log, totals, ddp)
     if evaluate_now:
