@@ -108,7 +108,7 @@ def make_parser():
     add("--backbone_noise", type=float, default=0.0, metavar="ANGSTROM",
         help="standard deviation of noise on atoms, new for each sequence; default 0")
     add = parser.add_argument_group("scoring and running").add_argument
-    add("--score_only", "--path_to_fasta", nargs="*", metavar="FASTA",
+    add("--score_only", "--path_to_fasta", nargs="*", action="extend", metavar="FASTA",
         help="score the sequences of these files, or else the native one; nothing is drawn")
     add("--orders", type=int, default=4, metavar="N",
         help="decoding orders that scores are averaged over; default 4")
@@ -133,6 +133,8 @@ def read_arguments(argv):
                          "after the weights.")
     for_drawing = [f"--{name}" for name in ONLY_DRAWING if getattr(args, name) not in (None, 0)]
     args.drawing = args.score_only is None
+    if not args.drawing:    # the published tool's: --score_only 1 --path_to_fasta FILE
+        args.score_only = [text for text in args.score_only if text != "1"]
     if for_drawing and not args.drawing:
         raise ValueError(f"found {' '.join(for_drawing)} with --score_only, which draws nothing; "
                          "expected one of the two.")

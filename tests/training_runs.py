@@ -16,7 +16,6 @@ from ddp_watch import watch_run
 from launchers import ROOT, fork_ranks
 from toy_run import compute_gradient, toy
 from training.config import load_config
-from training.command_line import prepare_and_train
 from training.run_folder import take_folder
 
 SCRIPTS = {"sedd": train_sedd_ddp, "dpo": train_dpo_ddp}
@@ -170,6 +169,19 @@ with setup_ddp("cpu", quiet=True) as ddp:
     done = fork_ranks(n, ["s.py"], folder)
     assert done.returncode == 0, done.text
     return torch.load(folder / "out.pt", weights_only=True)
+
+
+def prepare_and_train(script, config, ddp, work_dir, resume=None, fresh=False, train=None):
+    """Prepare and train without a command line.
+
+    script: a module with `prepare` and `train`, such as train_sedd_ddp. train: function (run, ddp,
+    watch) instead of its own. Returns: what that returns."""
+    train = train or script.train
+    signals = config.training.stop_signals
+    with watch_run(ddp, minutes=config.monitoring.watchdog_minutes, signals=signals) as watch:
+        run = script.prepare(config, ddp, work_dir, resume, fresh)
+        take_folder(run, ddp, watch, fresh, ("checkpoints",))
+        return train(run, ddp, watch)
 
 
 def train(what, settings, folder, ddp, loop=None):

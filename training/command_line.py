@@ -32,7 +32,6 @@ from training.launch import start_ranks_if_asked
 from training.loop import Diverged
 from training.parser import Parser
 from training.plan import print_lines
-from training.run_folder import take_folder
 
 COLLECTIVE_SECONDS = 6 * 3600.0   # timeout; the watchdog is earlier and names the late rank
 
@@ -147,19 +146,6 @@ def preparing(command, watch):
         yield
     except (ValueError, OSError) as error:
         watch.abort(f"error: {error}", BAD_INPUT)
-
-
-def prepare_and_train(script, config, ddp, work_dir, resume=None, fresh=False, train=None):
-    """Prepare and train without a command line, as in a notebook, which goes on after an error.
-
-    script: a module with `prepare` and `train`, such as train_sedd_ddp. train: function (run, ddp,
-    watch) instead of its own. Returns: what that returns."""
-    train = train or script.train
-    signals = config.training.stop_signals
-    with watch_run(ddp, minutes=config.monitoring.watchdog_minutes, signals=signals) as watch:
-        run = script.prepare(config, ddp, work_dir, resume, fresh)
-        take_folder(run, ddp, watch, fresh, ("checkpoints",))
-        return train(run, ddp, watch)
 
 
 def exit_with(result):

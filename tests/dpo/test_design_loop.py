@@ -16,7 +16,7 @@ from mpnn.model import random_proteinmpnn, to_checkpoint
 from mpnn_cases import Atoms
 from train_dpo_ddp import Config
 from training.config import load_config
-from training.command_line import prepare_and_train
+from training_runs import prepare_and_train
 from training_runs import words
 
 SETTINGS = {"model.base_model_name": "base", "training.num_epochs": 4, "training.batch_size": 8,

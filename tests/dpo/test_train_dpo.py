@@ -35,7 +35,7 @@ import test_proteinmpnn_model
 from test_proteinmpnn_model import each_case, graph_of, near
 from train_dpo_ddp import (Config, Loss, MicroBatchDataset, describe_plan, loss_of_pairs,
                            micro_batch_loss, preference_loss, prepare, read_arguments)
-from training.command_line import prepare_and_train
+from training_runs import prepare_and_train
 from training.config import load_config
 from training.loop import MicroBatchSampler
 from training.resume import hash_of

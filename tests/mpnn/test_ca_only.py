@@ -19,7 +19,7 @@ from mpnn_cases import ABSENT, BACKBONE, Atoms, changed, refusal, write
 from ddp_setup import Ddp
 from train_dpo_ddp import Config
 from training.config import load_config
-from training.command_line import prepare_and_train
+from training_runs import prepare_and_train
 from training_runs import losses, one_thread, same_run      # noqa: F401 (the fixture one_thread)
 
 SMALL = {"hidden_size": 8, "n_encoder": 1, "n_decoder": 1, "num_edges": 8}

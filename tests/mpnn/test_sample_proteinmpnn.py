@@ -391,8 +391,7 @@ BAD = {                                                     # arguments: words o
     "--score_only short.fasta": "chains of [22, 21] letters; expected [22, 22]",
     "--score_only lower.fasta": "'m' at A10",
     "--score_only unknown.fasta": "'X' at A11 (position 1, 0-based)",
-    "--seed 9223372036854775808": "expected at most",
-    "--score_only 1": "none for the native sequence"}
+    "--seed 9223372036854775808": "expected at most"}
 
 
 @pytest.mark.parametrize("text, words", BAD.items())
@@ -419,7 +418,9 @@ def test_a_call_without_a_structure_is_refused(sample):
     ("dimer.pdb --num_seq_per_target 2", "dimer.pdb --num 2"),
     ("dimer.pdb --sampling_temp 0.5", "dimer.pdb --temperature 0.5"),
     ("dimer.pdb --omit_AAs ACDEFGHIKLM", "dimer.pdb --omit ACDEFGHIKLM"),
-    ("dimer.pdb --score_only 1 --path_to_fasta given.fasta", "dimer.pdb --score_only given.fasta")])
+    ("dimer.pdb --score_only 1", "dimer.pdb --score_only"),
+    ("dimer.pdb --score_only 1 --path_to_fasta given.fasta", "dimer.pdb --score_only given.fasta"),
+    ("dimer.pdb --path_to_fasta given.fasta --score_only 1", "dimer.pdb --score_only given.fasta")])
 def test_an_option_of_the_published_tool_is_ours(
         sample, dimer, tmp_path, monkeypatch, published, ours):
     monkeypatch.chdir(tmp_path)

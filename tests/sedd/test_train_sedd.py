@@ -28,7 +28,7 @@ from sedd import batches as sequence_batches
 import train_dpo_ddp
 import train_sedd_ddp
 from training.config import dump_yaml, load_config
-from training.command_line import prepare_and_train
+from training_runs import prepare_and_train
 from sedd.diffusion import make_graph, make_noise, score_entropy_loss
 from sedd.demo import DemoSource
 from proteins.letters import N_TOKENS, X_ID, decode

@@ -10,7 +10,7 @@ from ddp_setup import Ddp
 from ddp_watch import watch_run
 from launchers import ROOT, ForkedRanks, read_status
 from train_sedd_ddp import Config
-from training.command_line import prepare_and_train
+from training_runs import prepare_and_train
 from training.config import config_to_dict, load_config
 from training.run_folder import refuse_in_use, rename_former, take_folder
 
