@@ -5,12 +5,8 @@ carries its tensors). It has no kernels, no streams and no speed. torch keeps th
 known: import this in a process of its own.
 """
 
-import collections
-import contextlib
 import dataclasses
 import time
-import traceback
-from pathlib import Path
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,26 +15,16 @@ from torch.utils.backend_registration import (_DummyBackendModule,
                                               _setup_privateuseone_for_python_backend)
 
 import training.precision
-from launchers import code_files
 from sedd_cases import draw_and_score   # noqa: F401  (for on_device)
 from training_runs import train  # noqa: F401  (for on_device)
-
-CODE = set(map(str, code_files()))
 
 NAME = "pretended"
 aten = torch.ops.aten
 COPIES = (aten.copy_.default, aten._to_copy.default, aten._foreach_copy_.default)
-# For these a host waits until its device has computed; also for an index of bools, and for a copy
-# to or from the device that is not non_blocking.
-READS = (aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default,
-         aten.equal.default)
-INDEXING = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)
 # What CUDA's autocast computes in the lower precision, and what in float32, as far as we use it.
 LOWER = "linear", "matmul", "bmm", "addmm", "baddbmm", "scaled_dot_product_attention"
 FLOAT32 = ("layer_norm", "softmax.int", "log_softmax.int", "exp", "expm1", "log", "log1p", "sum",
            "sum.dim_IntList", "prod", "cumsum", "logsumexp")
-
-waits = collections.Counter()   # at lines of ours, of the host for the device
 
 
 class Event:
@@ -78,7 +64,6 @@ class OnDevice(torch.Tensor):
         self.values_on_cpu = values
 
     def tolist(self):
-        note_wait()
         return self.values_on_cpu.tolist()
 
     def __reduce_ex__(self, protocol):   # to be loaded with map_location="cpu"
@@ -104,10 +89,6 @@ def compute(operation, args, kwargs):
     if here and there and operation not in COPIES:
         raise RuntimeError(f"{operation} of {here[0].shape} on the device and {there[0].shape}, "
                            f"which is not")
-    if here and reads_values(operation, args):
-        note_wait()
-    if operation in COPIES and copies_between(tensors, args, kwargs):
-        note_wait()
     if operation in (aten.is_pinned.default, aten._pin_memory.default):
         return operation == aten.is_pinned.default or args[0]
     device = torch.device(kwargs.get("device") or (NAME if here else "cpu"))
@@ -127,32 +108,8 @@ def compute(operation, args, kwargs):
     return tree_map(wrapped, operation(*tree_map(bare, args), **tree_map(bare, kwargs)))
 
 
-def reads_values(operation, args):
-    """Whether the host has to know values of the device's tensors for this operation."""
-    if operation in READS:
-        return True
-    if operation not in INDEXING:
-        return False
-    return any(index is not None and index.dtype == torch.bool for index in args[1])
-
-
-def copies_between(tensors, args, kwargs):
-    """Whether a copy goes from or to the device, and the host waits for it."""
-    if kwargs.get("non_blocking", len(args) > 2 and args[2]):
-        return False
-    sides = {isinstance(x, OnDevice) for x in tensors}
-    if kwargs.get("device"):
-        sides.add(torch.device(kwargs["device"]).type == NAME)
-    return len(sides) > 1
-
-
 def bare(x):
     return x.values_on_cpu if isinstance(x, OnDevice) else x
-
-
-def note_wait():
-    last = [frame for frame in traceback.extract_stack() if frame.filename in CODE][-1]
-    waits[f"{Path(last.filename).name}: {last.line}"] += 1
 
 
 def under_autocast(operation, lower):
@@ -177,8 +134,6 @@ def made_by(make):
 
 
 def copy_from(source, target, non_blocking=False):
-    if not non_blocking:
-        note_wait()
     bare(target).copy_(bare(source))
     return target
 
@@ -208,10 +163,3 @@ def on_device(call, *arguments, ddp):
     """call(*arguments, ddp) on ranks that have a device each."""
     with PretendedDevice():
         call(*arguments, dataclasses.replace(ddp, device=torch.device(NAME, 0)))
-
-
-@contextlib.contextmanager
-def without_waits():
-    waits.clear()
-    yield
-    assert not waits, f"the host waits: {dict(waits)}"
