@@ -456,8 +456,9 @@ def load_data_and_plan(config, start, ddp):
         problems.append(str(error))
     if problems:
         raise ValueError("\n".join(problems))
-    check_alike({"pairs (hash)": data.fingerprint["hash"], "base weights (hash)": base.hash}, ddp)
-    start.check_data("pairs", data.fingerprint)
+    unit = unit_of(config)
+    check_alike({f"{unit} (hash)": data.fingerprint["hash"], "base weights (hash)": base.hash}, ddp)
+    start.check_data(unit, data.fingerprint)
     if start.state is not None and start.state["base"] != base.hash:
         raise ValueError(f"{start.path} was trained from other base weights (hash "
                          f"{start.state['base']}; {base.text}: {base.hash}). Give the same, "

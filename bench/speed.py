@@ -241,30 +241,42 @@ class Nobody:
 
 
 def take_step(run, batches, loss_of, ddp):
-    """A step as both training scripts take it, without float16 and without log. Returns its Totals.
+    """A step as both training scripts take it, without log. Returns its Totals.
 
     run: of a script's `prepare`. batches: see open_batches. loss_of: function (micro-batch) ->
     (loss, sums)."""
     set_learning_rate(run)
-    micro_batches = next_micro_batches(run, batches)
+    totals = compute_gradient(run, next_micro_batches(run, batches), loss_of, Nobody(), ddp)
+    apply_gradient(run, totals)
+    run.progress["step"] += 1
+    return totals
+
+
+def compute_gradient(run, micro_batches, loss_of, watch, ddp):
+    """The first half of a script's step, which leaves the clipped gradient: its Totals."""
     count = global_count(micro_batches, ddp)
     sums = 0.0
     for k, batch in enumerate(micro_batches):
         torch.manual_seed(batch["seed"])
         with gradient_sync(run.model, last=k == len(micro_batches) - 1):
             loss, part = loss_of(batch)
-            (loss * ddp.world_size / count).backward()
+            run.scaler.scale(loss * ddp.world_size / count).backward()
         sums = sums + part
+    run.scaler.unscale_(run.optimizer)
+    run.meter.measure_layers("gradients", run.bare)
     largest = run.config.optim.grad_clip or math.inf
     norm = torch.nn.utils.clip_grad_norm_(run.bare.parameters(), largest, foreach=True)
-    totals = exchange(run, sums, count, norm, Nobody(), ddp)
+    return exchange(run, sums, count, norm, watch, ddp)
+
+
+def apply_gradient(run, totals):
+    """The second half: move the weights and their averages, unless the step is bad."""
     if totals.is_finite:
-        run.optimizer.step()
+        run.scaler.step(run.optimizer)
         if run.ema is not None:
             run.ema.update(run.bare.parameters())
+    run.scaler.update()
     run.optimizer.zero_grad(set_to_none=True)
-    run.progress["step"] += 1
-    return totals
 
 
 # ---------------------------------------------------------------- SEDD

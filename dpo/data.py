@@ -108,10 +108,8 @@ def hold_out_pairs(pairs: list[Pair], data: Any, alive: Callable) -> tuple[list,
         held = hold_out_families(sequences_of_structures(pairs), data.val_fraction, data.identity,
                                  alive)
         is_val = held.is_held_out
-        how = (f"of other families (of {held.n_families:,}; identity of sequences below "
-               f"{data.identity:.0%})")
+        how = f"of other families ({describe_families(held, data)})"
         together = "of one family"
-        warnings += describe_unaligned(held)
     except ValueError as error:     # there is one family alone
         is_val = by_preferred_sequence(pairs, data.val_fraction)
         how = "of other preferred sequences"
@@ -233,18 +231,17 @@ def hold_out_proteins(sets: list[VariantSet], data: Any,
                          "validation.") from None
     train = [one for one, held_out in zip(sets, held.is_held_out) if not held_out]
     val = [one for one, held_out in zip(sets, held.is_held_out) if held_out]
-    lines = [f"  {len(train):,} proteins for training, {len(val):,} for validation; none of them "
-             f"has {data.identity:.0%} identity with one of the others"]
-    return train, val, lines + [f"ATTENTION: {text}" for text in describe_unaligned(held)]
+    return train, val, [f"  {len(train):,} proteins for training, {len(val):,} of other families "
+                        f"for validation ({describe_families(held, data)})"]
 
 
-def describe_unaligned(held):
-    """List of a warning, if relatives may be on both sides."""
+def describe_families(held, data):
+    """Text on what is a family. held: HeldOut. data: the config's section."""
     if held.are_aligned:
-        return []
-    return [f"there are {held.n_families:,} different sequences, too many to align: relatives may "
-            f"be on both sides. To hold out families of more than {MOST_ALIGNED:,}, cluster them "
-            "by a tool such as MMseqs2, and give --val_data."]
+        return f"of {held.n_families:,}; identity of sequences below {data.identity:.0%}"
+    return (f"of {held.n_families:,}; ATTENTION: more than {MOST_ALIGNED:,} are not aligned, so "
+            "only equal sequences are kept together, and relatives may be on both sides. Cluster "
+            "them by a tool such as MMseqs2, and give --val_data")
 
 
 def mutated_chain(variant_set):

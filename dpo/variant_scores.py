@@ -21,10 +21,11 @@ from proteins.letters import X_ID
 
 class VariantScores(NamedTuple):
     """What a model says of one protein: scores (N,) float32, in nats, of its drawn variants, the
-    wild type's 0; mean entropy () of a mutated residue given all others; both means over orders.
-    And log-probabilities (L, 21) of its native sequence, or None."""
+    wild type's 0; mean entropy () of a mutated residue given all others, or None where the scores
+    are of no decoder; both means over orders. And log-probabilities (L, 21) of its native sequence,
+    or None."""
     scores: Tensor
-    entropy: Tensor
+    entropy: Tensor | None
     native: Tensor | None
 
 
@@ -76,9 +77,9 @@ def score_by_base(base: FrozenBase, protein: DrawnVariants, loss: Any) -> Varian
         native = base.model.decode(encoding, protein.S, protein.native_order)[0]
     zeros = torch.zeros_like(protein.values)
     if loss.name in WITHOUT_REFERENCE:
-        return VariantScores(zeros, zeros.mean(), native)
+        return VariantScores(zeros, None, native)
     if loss.reference == "unfolded":
-        return VariantScores(base.scores_alone(protein.key)[protein.numbers], zeros.mean(), native)
+        return VariantScores(base.scores_alone(protein.key)[protein.numbers], None, native)
     encoding = base.encoding([protein.complex_key])
     scores = score_variants(base.model, encoding, protein._replace(native_order=None))
     return scores._replace(native=native)

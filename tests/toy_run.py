@@ -5,12 +5,13 @@ import types
 
 import torch
 
-from ddp_setup import Ddp, gradient_sync, wrap_ddp
+from bench.speed import apply_gradient, compute_gradient
+from ddp_setup import Ddp, wrap_ddp
 from ddp_watch import watch_run
 from sedd.model import EMA
 from training.config import CommonMonitoring, CommonOptim, CommonTraining, DdpSection
-from training.loop import (MicroBatchSampler, Run, after_step, exchange, global_count,
-                           next_micro_batches, open_batches, set_learning_rate)
+from training.loop import (MicroBatchSampler, Run, after_step, next_micro_batches, open_batches,
+                           set_learning_rate)
 from training.meter import make_meter
 from training.optimizer import make_optimizer
 from training.precision import grad_scaler
@@ -80,36 +81,12 @@ def toy(n_iters=10, micro_batches=2, lr=0.5, warmup=0,  # noqa: PLR0913  (settin
                meter=meter or make_meter(config, ddp, ()))
 
 
-def compute_gradient(run, micro_batches, loss_of, watch, ddp):
-    """The first half of a script's step, which leaves the clipped gradient: its Totals.
-
-    loss_of: function (micro-batch) -> (sum of the loss, sums)."""
-    count = global_count(micro_batches, ddp)
-    sums = 0.0
-    for k, batch in enumerate(micro_batches):
-        torch.manual_seed(batch["seed"])
-        with gradient_sync(run.model, last=k == len(micro_batches) - 1):
-            loss, part = loss_of(batch)
-            run.scaler.scale(loss * ddp.world_size / count).backward()
-        sums = sums + part
-    run.scaler.unscale_(run.optimizer)
-    run.meter.measure_layers("gradients", run.bare)
-    largest = run.config.optim.grad_clip or math.inf
-    norm = torch.nn.utils.clip_grad_norm_(run.bare.parameters(), largest, foreach=True)
-    return exchange(run, sums, count, norm, watch, ddp)
-
-
 def take_step(run, batches, loss_of, watch, ddp):
-    """The step that the scripts write out (test_loop.py compares them): Totals, and what after_step
-    returns."""
+    """A step in the halves of bench/speed.py, which are those of the scripts: test_loop.py compares
+    them. Returns: (Totals, what after_step returns)."""
     set_learning_rate(run)
     totals = compute_gradient(run, next_micro_batches(run, batches), loss_of, watch, ddp)
-    if totals.is_finite:
-        run.scaler.step(run.optimizer)
-        if run.ema is not None:
-            run.ema.update(run.bare.parameters())
-    run.scaler.update()
-    run.optimizer.zero_grad(set_to_none=True)
+    apply_gradient(run, totals)
     return totals, after_step(run, totals, watch, ddp)
 
 

@@ -14,7 +14,8 @@ import train_sedd_ddp
 from ddp_setup import Ddp, load_checkpoint
 from ddp_watch import watch_run
 from launchers import ROOT, fork_ranks
-from toy_run import compute_gradient, toy
+from bench.speed import compute_gradient
+from toy_run import toy
 from training.config import load_config
 from training.run_folder import take_folder
 

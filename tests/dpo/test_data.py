@@ -63,6 +63,12 @@ def test_structures_of_one_family_are_on_one_side_whatever_their_order():
     assert "of 12; identity" in lines[0]
 
 
+def test_structures_that_are_too_many_to_align_are_not_called_unrelated(monkeypatch):
+    monkeypatch.setattr("proteins.identity.MOST_ALIGNED", 3)
+    _, _, lines = split(families(12), 0.3)
+    assert "ATTENTION" in lines[0] and "identity of sequences below" not in lines[0]
+
+
 def test_a_structure_is_on_one_side_whichever_of_its_chains_is_designed():
     """A alone, or B in the context of A."""
     rng = np.random.default_rng(1)

@@ -16,7 +16,8 @@ import torch
 from ddp_setup import Ddp, all_sum, gather, load_checkpoint  # noqa: F401  (gather: for on_ranks)
 from ddp_watch import watch_run
 from launchers import ROOT
-from toy_run import Blocks, Rows, compute_gradient, loss_of as loss_of_toy, steps, take_step, toy
+from bench.speed import compute_gradient
+from toy_run import Blocks, Rows, loss_of as loss_of_toy, steps, take_step, toy
 from sedd.model import SEDD
 from training.log import RunLog
 from training.loop import (Totals, after_step, eval_mode, open_batches, open_trace, record_score,
