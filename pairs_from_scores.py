@@ -11,7 +11,7 @@ The columns: pdb (path, relative to the table), sequence, and chain (the designe
 "A C" with the sequence AAA/CCC), and optionally context (other chains, such as "B D", that the
 model shall see; without it the model sees the designed chains alone). designs.csv, which
 sample_proteinmpnn.py writes with --out_folder, has these: add a column with your score. Designs
-whose score is empty are left out.
+without a score (an empty cell, NA, nan) are left out.
 
 A pair is two sequences of the same structure and chains whose scores differ by at least --margin.
 The best is paired with the worst, the second best with the second worst, and so on; no sequence is
@@ -22,8 +22,8 @@ which lower is better, needs --lower_is_better.
 
 With --weights, the weight of a pair in the loss is its difference of scores divided by the mean
 difference of all pairs; otherwise all weights are 1. Prints the number of pairs per structure.
-Wrong input ends with one message, which lists up to ten bad lines, and exit code 2; then nothing is
-written. Tables of measured mutations need no pairs: train_dpo_ddp.py reads them with
+Wrong input ends with one message, which lists up to three bad lines, and exit code 2; then nothing
+is written. Tables of measured mutations need no pairs: train_dpo_ddp.py reads them with
 loss.unit=table.
 """
 import collections
@@ -35,13 +35,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dpo.pair_files import LEAST_WEIGHT
-from proteins.csv_files import (check_cells, describe_duplicates, read_number, read_rows,
+from proteins.csv_files import (describe_duplicates, is_no_value, read_number, read_rows,
                                 read_table_text, refuse_all, table_columns)
 from proteins.letters import LETTERS
 from proteins.scores import absolute
 from proteins.seeds import content_key
 from training.files import check_output, write_text_atomic
 from training.parser import Parser
+from training.problems import in_columns
 
 MPNN_SCORE = "mpnn_score"   # column of sample_proteinmpnn.py: -ln p per residue, lower is better
 
@@ -63,10 +64,9 @@ def read_designs(path: Path, column: str = "score") -> tuple[dict, int]:
     designs = collections.defaultdict(lambda: collections.defaultdict(list))
     n_unscored = 0
     problems = []
-    for line, row in read_rows(path, ("pdb", "sequence", column, "chain"), ("context",)):
+    for line, cells in read_rows(path, ("pdb", "sequence", column, "chain")):
         try:
-            cells = check_cells(row)
-            if not cells[column]:
+            if is_no_value(cells[column]):
                 n_unscored += 1
                 continue
             place, sequence, score = parse_row(cells, path.parent, column)
@@ -264,7 +264,7 @@ def main(argv):
         say_result(args, len(values), pairs, entries, [*designs], notes)
         return 0
     except (ValueError, OSError) as error:
-        print(f"pairs_from_scores.py: error: {error}", file=sys.stderr)
+        print(in_columns(f"pairs_from_scores.py: error: {error}"), file=sys.stderr)
         return 2
 
 

@@ -1,13 +1,12 @@
 """Tables that people write: CSV with commas or tabs, each line checked, all problems listed. JSON.
 
-    rows = read_rows("designs.csv", required=("pdb", "score"), optional=("context",))
-    cells = check_cells(row)                # of each row; ValueError: what is wrong in it
-    value = read_number(cells["score"], "score")
+    for line, cells in read_rows("designs.csv", required=("pdb", "score")):
+        if not is_no_value(cells["score"]):                     # an empty cell, NA, n.d.
+            value = read_number(cells["score"], "score")
     refuse_all(path, problems)              # ["line 3: found ..."]: raises, unless there are none
     lines += describe_duplicates([[1.5], [2, 2.5]], "designs", "means count")   # "3 rows are 2"
 """
 import collections
-import contextlib
 import csv
 import io
 import json
@@ -23,31 +22,60 @@ from training.problems import refuse
 
 MOST_BYTES = 1 << 30        # of a table: millions of lines
 LARGEST_NUMBER = 1e100      # of a table, so that sums of squares stay finite
-MAX_LISTED = 10             # bad lines or records of a file that a message lists
+MAX_LISTED = 10             # of what a message lists
+MOST_REFUSED = 3            # bad lines or records of a file that a refusal lists
+
+NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
+LIMIT = re.compile(rf"([<>]=?|=[<>]|[≤≥]) *{NUMBER.pattern}")
+MINUS = "\N{MINUS SIGN}"     # as papers print it; of the keyboard is the hyphen
+# What people and programs write for no value; of a spreadsheet, errors too.
+NO_VALUE = {"", "na", "n/a", "n.a.", "n.a", "<na>", "nan", "null", "none", "-", "--", ".", "?",
+            "\N{EN DASH}", "\N{EM DASH}", "n.d.", "n.d", "nd", "n.m.", "nm", "#n/a", "#value!",
+            "#div/0!", "#num!", "#ref!", "#name?", "#null!"}
 
 
 def read_rows(path: Path, required: Sequence[str],
-              optional: Sequence[str] = ()) -> list[tuple[int, dict]]:
-    """[(line number, {column: text})] of the rows of a table.
+              names: dict[str, str] | None = None) -> list[tuple[int, dict[str, str]]]:
+    """[(line number, {column: text without blanks around it})] of the rows of a table.
+
+    Rows without any text are passed over. Cells that are missing at the end of a row are empty, as
+    spreadsheets leave them out.
 
     Args:
-        required: columns that must be there, once.
-        optional: columns that may be there, once.
-    Raises: ValueError. A row with more or fewer cells than columns passes: see check_cells.
+        required: columns that must be there.
+        names:    {column in the file: name in the result}, of columns that are called otherwise.
+    Raises: ValueError, also for a column that is there twice, and for text beyond the last column.
     """
     text = read_table_text(path)
+    dialect = "excel-tab" if "\t" in first_line(text) else "excel"
+    lines = csv.reader(io.StringIO(text, newline=""), dialect=dialect, skipinitialspace=True)
+    columns = None
+    rows = []
+    problems = []
     try:
-        dialect = "excel-tab" if "\t" in text.partition("\n")[0] else "excel"
-        rows = csv.DictReader(io.StringIO(text, newline=""), dialect=dialect, skipinitialspace=True)
-        rows.fieldnames = [name.strip() for name in rows.fieldnames or []]
-        numbered = [(rows.line_num, row) for row in rows]
+        for texts in lines:
+            cells = [cell.strip() for cell in texts]
+            if not any(cells):
+                continue
+            if columns is None:
+                columns = [(names or {}).get(name, name) for name in cells]
+                check_columns(path, columns, required)
+                continue
+            beyond = [cell for cell in cells[len(columns):] if cell]
+            if beyond:
+                problems.append(f"line {lines.line_num}: found {beyond[0]!a:.60} beyond the last "
+                                f"of {len(columns)} columns")
+            cells += [""] * (len(columns) - len(cells))
+            rows.append((lines.line_num, dict(zip(columns, cells))))
     except csv.Error as error:
         raise ValueError(f"{path} is no table: {error}; expected CSV in UTF-8.") from None
-    check_columns(path, rows.fieldnames, required, optional)
-    return numbered
+    if columns is None:
+        check_columns(path, [], required)
+    refuse_all(path, problems)
+    return rows
 
 
-def check_columns(path, columns, required, optional):
+def check_columns(path, columns, required):
     """ValueError for columns that a table lacks, or has twice."""
     if len(columns) == 1 and ";" in columns[0]:
         raise ValueError(f"{path}: line 1 is separated by semicolons; expected commas or tabs, and "
@@ -55,11 +83,11 @@ def check_columns(path, columns, required, optional):
     times = collections.Counter(columns)
     missing = [name for name in required if not times[name]]
     if missing:
-        names = ", ".join(columns[:MAX_LISTED]) or "nothing"
-        raise ValueError(f"{path} has no column {', '.join(missing)}; found {names:.200}; expected "
+        found = ", ".join(columns[:MAX_LISTED]) or "nothing"
+        raise ValueError(f"{path} has no column {', '.join(missing)}; found {found:.200}; expected "
                          f"each of {', '.join(required)} once in line 1, separated by commas or "
                          "tabs.")
-    double = [name for name in (*required, *optional) if times[name] > 1]
+    double = [name for name in times if name and times[name] > 1]
     if double:
         raise ValueError(f"{path} has the column {', '.join(double)} more than once; expected "
                          "each once.")
@@ -76,38 +104,53 @@ def table_columns(text: str) -> list[str]:
     """The words of the first line of a table's text, such as the names of its columns.
 
     Semicolons separate too: so a table with these, which read_rows refuses, is known as one."""
-    line = text.lstrip().partition("\n")[0]
-    return [cell.strip().strip('"') for cell in re.split("[,;\t]", line)]
+    return [cell.strip().strip('"').strip() for cell in re.split("[,;\t]", first_line(text))]
 
 
-def check_cells(row: dict) -> dict:
-    """A row {column: text} without blanks around texts. ValueError unless a cell per column."""
-    if None in row.values() or None in row:
-        raise ValueError("found more or fewer cells than columns")
-    return {column: text.strip() for column, text in row.items()}
+def first_line(text: str) -> str:
+    """The first line that has any text in its cells."""
+    for line in io.StringIO(text, newline=""):
+        if line.strip("\",; \t\r\n"):
+            return line
+    return ""
+
+
+def is_no_value(text: str) -> bool:
+    """Whether a cell without blanks around it has no value: it is empty, or has a word for it."""
+    return not text or text.lower() in NO_VALUE
+
+
+def is_limit(text: str) -> bool:
+    """Whether a cell has a limit, such as >5, in place of a value."""
+    return LIMIT.fullmatch(text.replace(MINUS, "-")) is not None
 
 
 def read_number(text: str, column: str) -> float:
-    """The number in a cell. Raises: ValueError for anything else, and for nan and infinities."""
+    """The number in a cell, in digits 0 to 9. Raises: ValueError for anything else."""
     number = math.nan
-    if "_" not in text:     # float() reads 1_000 as 1000
-        with contextlib.suppress(ValueError):
-            number = float(text)
+    written = text.replace(MINUS, "-")
+    if NUMBER.fullmatch(written):       # float() alone reads 1_000 and other digits, too
+        number = float(written)
     if not abs(number) < LARGEST_NUMBER:    # `not <` is true for nan too
         raise ValueError(f"found {text!a:.60} as {column}; expected a number below "
                          f"{LARGEST_NUMBER:g}, or nothing")
     return number
 
 
-def refuse_all(path: str | Path, problems: list[str], things: str = "lines") -> None:
+def refuse_all(path: str | Path, problems: list[str], things: str = "lines",
+               expected: str = "") -> None:
     """Raise a ValueError that lists the problems of a file, the first ones if there are many.
 
     Args:
         problems: texts such as "line 3: found ..."; none: nothing is raised.
-        things: a word for what the texts name."""
+        things:   a word for what the texts name.
+        expected: what was expected of all of them, where the texts do not say it."""
     if len(problems) == 1:
-        raise ValueError(f"{path}, {problems[0]}")
-    refuse(problems, f"{path}: {len(problems):,} {things} cannot be used:", MAX_LISTED)
+        raise ValueError("; expected ".join(filter(None, [f"{path}, {problems[0]}", expected])))
+    heading = f"{path}: {len(problems):,} {things} cannot be used"
+    if expected:
+        heading += f"; expected {expected}"
+    refuse(problems, f"{heading}:", MOST_REFUSED)
 
 
 def describe_duplicates(values: Iterable[list[float]], things: str, what_counts: str) -> list[str]:

@@ -8,59 +8,51 @@ A list has one variant per line, such as A12V or A12V:G45D; text after # is left
 commas or tabs) has a column `mutation` with such variants, and perhaps pdb_file (path, relative to
 the folder of the table), chain (which is mutated), context (names of other chains, such as "B C",
 that the model shall see), or sequence (of the wild type, where there is no structure), and any
-others. A12V: the wild type's letter, the residue's number in the file, with its insertion code if
-it has one (A12BV), the mutant's letter. All mutations of a variant are in one chain. Variants that
-change nothing (A12A) or have a stop (A12*), as a deep mutational scan has, are counted and left
-out. Writes nothing. No model here.
+others. Other names of columns: proteins/mutation_columns.py. How a variant is written:
+proteins/notation.py. All mutations of a variant are in one chain. Rows that are no substitution, as
+a mutational scan has them, are counted by their kind and left out; that of the wild type gives the
+protein its value. Writes nothing. No model here.
 """
 from __future__ import annotations
 
 import math
 import os
-import re
+import statistics
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from proteins.csv_files import (MAX_LISTED, check_cells, read_number, read_rows, read_table_text,
-                                refuse_all, table_columns)
+from proteins.csv_files import MAX_LISTED, is_limit, is_no_value, read_number, refuse_all
 from proteins.letters import AMINO_ACIDS, LETTERS, decode, encode
+from proteins.mutation_columns import mutation_text, read_lines
+from proteins.notation import (EXPECTED, PLURALS, WILD_TYPE, Mutation, UnreadableVariant,
+                               read_variant)
 from proteins.numbering import NamedSites, describe_misnumbered
 from proteins.sequences import is_nucleotides
 from proteins.structures import (Chain, Complex, Structure, numbers_near, parse_positions,
                                  read_structure)
 
-OPTIONAL_COLUMNS = ("pdb_file", "chain", "context", "sequence")
-STOP = "*"              # in place of a mutant's letter
 SHOWN = 8               # letters of a sequence that stand for its name
-
-
-class Mutation(NamedTuple):
-    """One residue and its new letter."""
-    wild_type: str      # letter
-    number: str         # in the file, with insertion code
-    mutant: str         # letter
-
-    def __str__(self):
-        return f"{self.wild_type}{self.number}{self.mutant}"
 
 
 class Variant(NamedTuple):
     """A line of a list or table."""
     line: int                           # from 1
     cells: dict[str, str]               # {column: text}; of a list: {"mutation": text}
-    mutations: tuple[Mutation, ...]
+    mutations: tuple[Mutation, ...]     # of the wild type: none
     measured: float = math.nan          # nan: none
     pdb_file: Path | None = None        # that a line of a table names
+    chain: str = ""                     # that the text of the mutation names
 
 
 class MutationTable(NamedTuple):
     """A list or table of variants."""
     path: Path
     variants: list[Variant]
-    n_unchanged: int = 0                # lines left out whose variant changes nothing
-    n_stops: int = 0                    # lines left out whose variant has a stop
+    wild_types: list[Variant]           # lines of the wild type that have a value
+    left_out: str                       # text on what is left out, or has no value; "": nothing
 
     @property
     def names_structures(self) -> bool:
@@ -86,6 +78,12 @@ class Protein(NamedTuple):
     complex: Complex            # the mutated chain first, then its context
     variants: list[Variant]
     changes: list[list[tuple[int, int]]]    # of each variant: (row of the complex, letter 0 to 19)
+    wild_types: tuple[float, ...] = ()      # measured values of the wild type, of its lines
+
+    @property
+    def wild_type(self) -> float:
+        """The wild type's value, the mean of its lines; nan: there is none."""
+        return statistics.fmean(self.wild_types) if self.wild_types else math.nan
 
     @property
     def chain(self) -> str:
@@ -113,39 +111,49 @@ def read_mutations(path: str | Path, measured: str | None = None) -> MutationTab
     """Read a list or table of variants.
 
     Args:
-        measured: column of measured values. An empty cell there is no value.
+        measured: column of measured values. An empty cell there is no value, and so are the words
+            for it (NA, n.d.) and limits (>5).
     Raises: ValueError that lists the problems by line.
     """
     path = Path(path)
-    rows, is_list = lines_of(path, measured)
+    lines = read_lines(path, measured)
     variants = []
-    n_unchanged = 0
-    n_stops = 0
+    wild_types = []
+    counts = Counter()      # of what is left out, or lacks a value
     problems = []
-    for line, row in rows:
+    expected = ""           # where a mutation cannot be read
+    files = {}
+    for line, cells in lines.rows:
         try:
-            cells = check_cells(row)
-            mutations = read_variant(cells["mutation"], is_list)
-            if any(mutation.mutant == STOP for mutation in mutations):
-                n_stops += 1
-            elif any(mutation.mutant == mutation.wild_type for mutation in mutations):
-                n_unchanged += 1
-            else:
-                variants.append(Variant(line, cells, mutations, read_value(cells, measured),
-                                        structure_file(path, cells)))
+            reading = read_variant(mutation_text(cells, lines.parts), lines.is_list)
+            counts[reading.left_out] += 1
+            counts[SILENT] += reading.n_silent
+            if reading.left_out and reading.left_out != WILD_TYPE:
+                continue
+            value, lack = read_value(cells, measured)
+            if reading.mutations:
+                counts[lack] += 1
+                variants.append(Variant(line, cells, reading.mutations, value,
+                                        structure_file(path, cells, files), reading.chain))
+            elif math.isfinite(value):
+                wild_types.append(Variant(line, cells, (), value,
+                                          structure_file(path, cells, files)))
+        except UnreadableVariant as error:
+            expected = EXPECTED
+            problems.append(f"line {line}: {error}")
         except ValueError as error:
             problems.append(f"line {line}: {error}")
-    refuse_all(path, problems)
-    table = MutationTable(path, variants, n_unchanged, n_stops)
+    refuse_all(path, problems, expected=expected)
+    left_out = describe_left_out(path, counts, measured)
     if not variants:
-        nothing = describe_left_out(table) or f"{path} holds no variant"
+        nothing = left_out or f"{path} holds no variant"
         raise ValueError(f"{nothing}; expected one per line, such as A12V or A12V:G45D.")
-    return table
+    return MutationTable(path, variants, wild_types, left_out)
 
 
 def place_all(table: MutationTable, structure: str | Path | None = None, chain: str | None = None,
-              fixed: list[str] | None = None, see_all: bool = True,
-              ca_only: bool = False) -> tuple[list[Protein], str]:
+              fixed: list[str] | None = None, see_all: bool = True, ca_only: bool = False,
+              option: str = "") -> tuple[list[Protein], str]:
     """Find the residues of the variants; those of one structure, chain and context are a Protein.
 
     A copy of a structure in another file is the same structure.
@@ -156,8 +164,9 @@ def place_all(table: MutationTable, structure: str | Path | None = None, chain: 
         fixed:     names of the context chains, for lines that give none.
         see_all:   if neither says which: take all other protein chains as context, or none.
         ca_only:   read structures for a CA-only model.
+        option:    words on the option of the caller that names the chain, for a message.
     Returns: proteins in the order of the table; a text on what is left out because it does not fit
-        its structure, changes nothing or has a stop, or "".
+        its structure or is no substitution, or "".
     Raises: ValueError for a table without structures, for those that cannot be read, absent chains,
         if none is left, and where so few fit that the numbers are hardly those of the structure,
         see describe_misnumbered.
@@ -167,7 +176,7 @@ def place_all(table: MutationTable, structure: str | Path | None = None, chain: 
                          "mutation there, or, for SEDD, the wild type's sequence in a column "
                          "sequence.")
     files = {}          # path -> Structure
-    groups = {}         # content of chains -> (their Complex, variants)
+    groups = {}         # content of chains -> (their Complex, variants, paths)
     problems = []
     named = variants_by_name(table, structure, chain, fixed, see_all)
     for (path, name, context), variants in named.items():
@@ -176,19 +185,26 @@ def place_all(table: MutationTable, structure: str | Path | None = None, chain: 
                 files[path] = read_structure(path, ca_only)
             chosen = choose_complex(files[path], [name] if name else None, context)
             if len(chosen.design) > 1:
+                expected = f"expected one, or a column chain{option}, which says which is mutated"
+                if "chain" in variants[0].cells:
+                    expected = f"expected one of them in the column chain, which is empty{option}"
                 raise ValueError(f"{path} has the protein chains {' '.join(chosen.design)}; "
-                                 "expected one, or a column chain (or --chains of "
-                                 "score_mutations.py), which says which is mutated")
+                                 f"{expected}")
         except (ValueError, OSError) as error:
             problems.append(f"line {variants[0].line}: {error}")
             continue
-        groups.setdefault(content_of(chosen), (chosen, []))[1].extend(variants)
+        group = groups.setdefault(content_of(chosen), (chosen, [], set()))
+        group[1].extend(variants)
+        group[2].add(path)
     refuse_all(table.path, problems)
     placements = []
-    for chosen, variants in groups.values():
+    for chosen, variants, paths in groups.values():
         variants.sort(key=lambda variant: variant.line)
         shown = variants[0].cells.get("pdb_file", str(structure))
-        protein = Protein(shown, chosen.structure, chosen, [], [])
+        wild_types = tuple(line.measured for line in table.wild_types
+                           if (line.pdb_file or Path(structure)) in paths
+                           and line.cells.get("chain", "") in ("", *chosen.design))
+        protein = Protein(shown, chosen.structure, chosen, [], [], wild_types)
         placements.append(place(protein, variants, f"chain {protein.chain} of {shown}"))
     return what_fits(table, placements)
 
@@ -201,18 +217,21 @@ def place_on_sequences(table: MutationTable, wild_type: tuple[str, str] | None =
     wild_type: (name, sequence) of the only one, for a list, which names none."""
     groups = {}
     for variant in table.variants:
-        text = wild_type[1] if wild_type else variant.cells["sequence"].upper()
-        groups.setdefault(text, []).append(variant)
+        groups.setdefault(sequence_of(variant, wild_type), []).append(variant)
     placements = []
     problems = []
     for number, (text, variants) in enumerate(groups.items(), 1):
         beginning = text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
         name = wild_type[0] if wild_type else f"protein {number} ({beginning})"
         try:
+            check_one_chain(variants)
             protein = protein_of_sequence(name, text)
         except ValueError as error:
             problems.append(f"line {variants[0].line}: {error}")
             continue
+        wild_types = tuple(line.measured for line in table.wild_types
+                           if sequence_of(line, wild_type) == text)
+        protein = protein._replace(wild_types=wild_types)
         placements.append(place(protein, variants, name))
     refuse_all(table.path, problems)
     return what_fits(table, placements)
@@ -339,7 +358,8 @@ def find_residues(mutations: tuple[Mutation, ...], chain: Chain) -> list[tuple[i
             raise ValueError(f"there is no residue {mutation.number}{hint}")
         letter = LETTERS[chain.S[row]]
         if letter != mutation.wild_type:
-            raise ValueError(f"residue {mutation.number} is {letter}")
+            hint = ", the mutant's letter" if letter == mutation.mutant else ""
+            raise ValueError(f"residue {mutation.number} is {letter}{hint}")
         if not chain.resolved[row]:
             raise ValueError(f"residue {mutation.number} lacks atoms of the backbone")
         changes.append((row, LETTERS.index(mutation.mutant)))
@@ -348,87 +368,72 @@ def find_residues(mutations: tuple[Mutation, ...], chain: Chain) -> list[tuple[i
 
 # ---- lines ----
 
-def lines_of(path, measured):
-    """[(line number, {column: text})] of a table, or of a list as a table with one column; and
-    whether it is a list."""
-    text = read_table_text(path)
-    if measured == "":
-        raise ValueError("found an empty name of the column of measured values; expected one of "
-                         f"those in line 1 of {path}.")
-    if "mutation" in table_columns(text):
-        required = ["mutation"]
-        if measured:
-            required.append(measured)
-        return read_rows(path, required, OPTIONAL_COLUMNS), False
-    if measured:
-        raise ValueError(f"{path} is a list; expected a table with the columns mutation and "
-                         f"{measured} in line 1, so spelt.")
-    if text.lstrip().startswith(">"):
-        raise ValueError(f"{path} is a FASTA file, which begins with >; expected a list of "
-                         "mutations, one variant per line, such as A12V.")
-    rows = []
-    for number, line in enumerate(text.splitlines(), 1):
-        words = line.partition("#")[0].strip()
-        if words:
-            rows.append((number, {"mutation": words}))
-    return rows, True
-
-
-def read_variant(text, is_line):
-    """Tuple of Mutation; one may change nothing, or to STOP. Raises: ValueError.
-
-    is_line: it is a line of a list, on which several may be meant as variants of their own."""
-    mutations = []
-    for word in re.findall(r"[^\s:,;+/]+", text):
-        parts = re.fullmatch(rf"([{AMINO_ACIDS}])(-?\d+[A-Za-z]?)([{AMINO_ACIDS}{STOP}])", word)
-        if not parts:
-            raise ValueError(f"found {word!a:.60}; expected such as A12V: the wild type's letter, "
-                             "the residue's number in the file, the mutant's letter. (A table has "
-                             "the column mutation, named in line 1)")
-        mutations.append(Mutation(*parts.groups()))
-    if is_line and re.search(r"[\s,;]", text.strip(" \t,;")):
-        joined = ":".join(map(str, mutations))
-        raise ValueError(f"found {text:.60}; expected one variant per line, or {joined:.60} for "
-                         "one that has all these mutations")
-    numbers = [mutation.number for mutation in mutations]
-    if not numbers or len(set(numbers)) < len(numbers):
-        raise ValueError(f"found {text or 'no mutation':.60}; expected one or more, each of "
-                         "another residue, such as A12V:G45D")
-    return tuple(mutations)
+# What is counted besides the kinds of proteins/notation.py.
+SILENT = "silent part"
+NO_VALUE = "no value"
+LIMIT = "limit"
 
 
 def read_value(cells, measured):
-    """The measured value in a column; nan for an empty cell, or if there is none to be read.
+    """(the measured value in a column, nan for none; NO_VALUE or LIMIT for why there is none, or
+    ""). Raises: ValueError."""
+    if not measured:
+        return math.nan, ""
+    text = cells[measured]
+    if is_no_value(text):
+        return math.nan, NO_VALUE
+    if is_limit(text):
+        return math.nan, LIMIT
+    return read_number(text, measured), ""
 
-    Raises: ValueError."""
-    if not measured or not cells[measured]:
-        return math.nan
-    return read_number(cells[measured], measured)
 
-
-def structure_file(path, cells):
+def structure_file(path, cells, files):
     """The file that a line of the table at `path` names; None for none. ValueError if it is not
-    there."""
+    there. files: {name: file} of those before, is added to."""
     if "pdb_file" not in cells:
         return None
     name = cells["pdb_file"]
-    structure = path.parent / name
-    if not name or not os.path.isfile(structure):
-        tried = str(structure) if name else "(empty cell)"
-        raise ValueError(f"there is no file {tried:.200}")
-    return structure
+    if name not in files:
+        structure = path.parent / name
+        if not name or not os.path.isfile(structure):
+            tried = str(structure) if name else "(empty cell)"
+            raise ValueError(f"there is no file {tried:.200}")
+        files[name] = structure
+    return files[name]
 
 
-def describe_left_out(table):
-    """A text on the lines that read_mutations has left out; "" if there are none."""
-    counts = []
-    if table.n_unchanged:
-        counts.append(f"{table.n_unchanged:,} variant(s) that change nothing")
-    if table.n_stops:
-        counts.append(f"{table.n_stops:,} variant(s) with a stop")
-    if not counts:
+def describe_left_out(path, counts, measured):
+    """A text on the lines that read_mutations has left out, or that have no value; "" if there are
+    none."""
+    plurals = {**PLURALS, SILENT: "silent parts"}
+    kinds = [f"{counts[kind]:,} {kind if counts[kind] == 1 else plural}"
+             for kind, plural in plurals.items() if counts[kind]]
+    lacks = []
+    if counts[NO_VALUE]:
+        lacks.append(f"{counts[NO_VALUE]:,} without a value")
+    if counts[LIMIT]:
+        lacks.append(f"{counts[LIMIT]:,} with a limit, such as >5")
+    texts = []
+    if kinds:
+        texts.append(f"left out: {', '.join(kinds)}")
+    if lacks:
+        texts.append(f"not measured in {measured}: {', '.join(lacks)}")
+    if not texts:
         return ""
-    return f"{table.path}: {' and '.join(counts)} are left out"
+    return f"{path}: {'; '.join(texts)}"
+
+
+def sequence_of(line, wild_type):
+    """The wild type of a line; wild_type: see place_on_sequences."""
+    return wild_type[1] if wild_type else line.cells["sequence"].upper()
+
+
+def check_one_chain(variants):
+    """ValueError for variants on one sequence whose mutations name several chains."""
+    chains = sorted({variant.chain for variant in variants} - {""})
+    if len(chains) > 1:
+        raise ValueError(f"found mutations in the chains {' '.join(chains)} on one sequence; "
+                         "expected one chain")
 
 
 # ---- structures ----
@@ -448,7 +453,8 @@ def variants_by_name(table, structure, chain, fixed, see_all):
         if context is not None:
             context = tuple(context)
         path = Path(structure) if structure else variant.pdb_file
-        named.setdefault((path, cells.get("chain") or chain, context), []).append(variant)
+        named_chain = cells.get("chain") or variant.chain or chain
+        named.setdefault((path, named_chain, context), []).append(variant)
     return named
 
 
@@ -487,6 +493,7 @@ def place(protein, variants, where):
     misfits = []
     for variant in variants:
         try:
+            check_chain(variant)
             changes = find_residues(variant.mutations, chain)
         except ValueError as error:
             misfits.append((variant, str(error)))
@@ -494,6 +501,13 @@ def place(protein, variants, where):
         protein.variants.append(variant)
         protein.changes.append(changes)
     return Placement(protein, where, variants, misfits)
+
+
+def check_chain(variant):
+    """ValueError for a mutation that names another chain than the column."""
+    column = variant.cells.get("chain")
+    if column and variant.chain and column != variant.chain:
+        raise ValueError(f"the mutation names chain {variant.chain}")
 
 
 def what_fits(table, placements):
@@ -513,8 +527,8 @@ def what_fits(table, placements):
         lines += [f"  {text}" for text in misfits[:MAX_LISTED]]
     if len(misfits) > MAX_LISTED:
         lines.append(f"  and {len(misfits) - MAX_LISTED:,} more")
-    if describe_left_out(table):
-        lines.append(describe_left_out(table))
+    if table.left_out:
+        lines.append(table.left_out)
     return proteins, "\n".join(lines)
 
 
@@ -538,9 +552,10 @@ def refuse_misnumbered(path, placements):
 def sites_of(placement):
     """The NamedSites of the variants of a placement."""
     protein = placement.protein
-    sites = {(mutation.wild_type, mutation.number)
-             for variant in placement.variants for mutation in variant.mutations}
-    return NamedSites(protein.structure.chains[protein.chain], sites)
+    mutations = [mutation for variant in placement.variants for mutation in variant.mutations]
+    sites = {(mutation.wild_type, mutation.number) for mutation in mutations}
+    mutants = [(mutation.mutant, mutation.number) for mutation in mutations]
+    return NamedSites(protein.structure.chains[protein.chain], sites, mutants)
 
 
 def first_misfit(placements):

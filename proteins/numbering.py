@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from proteins.letters import LETTERS, X_ID
@@ -22,7 +23,8 @@ FEWEST = 3          # residues: of one or two, a wrong letter and a wrong number
 class NamedSites(NamedTuple):
     """The residues that variants name in one chain."""
     chain: Chain
-    sites: set[tuple[str, str]]     # (letter, number in the file)
+    sites: set[tuple[str, str]]     # (wild type's letter, number in the file)
+    mutants: Sequence[tuple[str, str]] = ()     # (mutant's letter, number) of each mutation
 
 
 def describe_misnumbered(chains: list[NamedSites], example: str = "") -> str:
@@ -41,6 +43,9 @@ def describe_misnumbered(chains: list[NamedSites], example: str = "") -> str:
         return ""
     text = (f"{n - n_fit:,} of {n:,} residues do not have the letter that the variants name, such "
             f"as {example}; expected most to.")
+    if have_mutants(chains):
+        return (f"{text} The mutants' letters stand there: give the sequence or structure of the "
+                "wild type, not that of the mutant.")
     shift = best_shift(chains)
     n_fit, n = count_letters(chains, shift)
     if 2 * n_fit <= n:
@@ -55,7 +60,7 @@ def count_letters(chains: list[NamedSites], shift: int) -> tuple[int, int]:
     each number."""
     n_fit = 0
     n = 0
-    for chain, sites in chains:
+    for chain, sites, _ in chains:
         letters = letters_of(chain)
         for letter, text in sites:
             number, code = split_number(text)
@@ -65,11 +70,24 @@ def count_letters(chains: list[NamedSites], shift: int) -> tuple[int, int]:
     return n_fit, n
 
 
+def have_mutants(chains: list[NamedSites]) -> bool:
+    """Whether most residues that mutations name have the mutant's letter. Of all mutations of a
+    residue one at most can."""
+    n_fit = 0
+    n = 0
+    for chain, _, mutants in chains:
+        letters = letters_of(chain)
+        there = [letters.get(split_number(text)) for _, text in mutants]
+        n += len(there) - there.count(None)
+        n_fit += sum(letter == mutant for letter, (mutant, _) in zip(there, mutants))
+    return 2 * n_fit > n
+
+
 def best_shift(chains: list[NamedSites]) -> int:
     """What, added to each number, finds most residues with the letter that is named; of equally
     good ones the nearest to 0."""
     times = Counter()
-    for chain, sites in chains:
+    for chain, sites, _ in chains:
         numbers = {}            # (letter, insertion code) -> numbers of residues
         for (number, code), letter in letters_of(chain).items():
             numbers.setdefault((letter, code), []).append(number)
@@ -87,5 +105,5 @@ def letters_of(chain):
 
 def split_number(text):
     """(number, insertion code in upper case) of a text such as 52A."""
-    number, code = re.fullmatch(r"(-?\d+)(.*)", text).groups()
+    number, code = re.fullmatch("(-?[0-9]+)(.*)", text).groups()
     return int(number), code.upper()

@@ -7,6 +7,7 @@ import pytest
 from pairs_from_scores import main, make_pairs
 from proteins.letters import AMINO_ACIDS, decode
 from dpo.pairs import read_pairs
+from launchers import Printed
 from mpnn_cases import Atoms
 
 TABLE = "pdb,sequence,score,chain\n"
@@ -70,7 +71,7 @@ def test_the_pairs_are_those_that_training_reads(tmp_path, capsys):
     for path in (table, tmp_path / "scratch" / "s.pdb"):        # are not written over
         before = path.read_text()
         assert main([str(table), str(path)]) == 2 and path.read_text() == before
-        assert "the result would overwrite" in capsys.readouterr().err
+        assert "the result would overwrite" in Printed(capsys.readouterr().err)
 
 
 def test_the_cap_is_for_a_structure_and_context_chains_become_fixed_chains(tmp_path):
@@ -105,7 +106,8 @@ def test_no_weight_is_less_than_training_takes(tmp_path):
 
 
 def test_designs_without_a_score_are_left_out(tmp_path):
-    assert run(tmp_path, TABLE + "x.pdb,AAA,1,A\nx.pdb,CCC,,A\nx.pdb,DDD,2,A\n") == 0
+    unscored = "x.pdb,CCC,,A\nx.pdb,EEE,nan,A\nx.pdb,FFF,#N/A,A\n"
+    assert run(tmp_path, f"{TABLE}x.pdb,AAA,1,A\n,,,\n{unscored}x.pdb,DDD,2,A,\n") == 0
     pair, = json.loads((tmp_path / "p.json").read_text())
     assert (pair["preferred_seq"], pair["unpreferred_seq"]) == ("DDD", "AAA")
 
@@ -116,7 +118,7 @@ def test_designs_without_a_score_are_left_out(tmp_path):
     (TABLE + "x.pdb,AAA,1,\n", [], "line 2: found no chain"),
     ("pdb,sequence,score,chain,context\nx.pdb,AAA,1,A,B A\n", [], "found the chains A B A"),
     (TABLE + "x.pdb,AAA,1,A\nx.pdb,AA,2,A\n", [], "line 3: found 2 residues; expected 3"),
-    (TABLE + "x.pdb,AAA,1,A\nx.pdb,A1A,2,A\nno.pdb,AAA,nan,A\n", [],
+    (TABLE + "x.pdb,AAA,1,A\nx.pdb,A1A,2,A\nno.pdb,AAA,>5,A\n", [],
      "2 lines cannot be used:\n  line 3: found 1 in the sequence"),
     (TABLE + "x.pdb,AAA,1,A\nx.pdb,CCC,1e308,A\n", [], "line 3: found '1e308' as score"),
     (TABLE + "x.pdb,AAA,1,A\nx.pdb,CCC,1_000,A\n", [], "line 3: found '1_000' as score"),
@@ -124,7 +126,10 @@ def test_designs_without_a_score_are_left_out(tmp_path):
     (TABLE + "no.pdb,AAA,1,A\n", [], "line 2: there is no file no.pdb"),
     (TABLE + "n" * 5000 + ",AAA,1,A\n", [], "line 2: there is no file nnn"),
     (TABLE + "x.pdb,AAA,1,A\nx.pdb,CCC,2,A\n", ["--margin", "5"], "Lower --margin"),
-    (TABLE + "x.pdb,AAA,1,A\nx.pdb,CCC,2\n", [], "line 3: found more or fewer cells"),
+    (TABLE + "x.pdb,AAA,1,A\nx.pdb,CCC,2\n", [], "line 3: found no chain"),
+    (TABLE + "x.pdb,AAA,1,A\nx.pdb,CCC,2,A,B\n", [], "line 3: found 'B' beyond the last of 4"),
+    (TABLE + "x.pdb,AAA,1,A\nx.pdb,CCC,1_0,A\n", [], "line 3: found '1_0' as score"),
+    ("pdb,sequence,score,chain,note,note\nx.pdb,AAA,1,A,,\n", [], "the column note more than"),
     (TABLE + "x.pdb,AAA,1,A C\n", [], "line 2: found 1 sequence(s), separated by /, for the "),
     (TABLE + "x.pdb,AAA/CC,1,A\n", [], "line 2: found 2 sequence(s), separated by /, for the "),
     (TABLE + "x.pdb,AAA/,1,A C\n", [], "line 2: found nothing in the sequence"),
@@ -133,7 +138,7 @@ def test_designs_without_a_score_are_left_out(tmp_path):
     (TABLE, ["--score", "mpnn_score"], "found --score mpnn_score without --lower_is_better")])
 def test_a_wrong_table_is_refused_whole(tmp_path, capsys, text, options, expected):
     assert run(tmp_path, text, *options) == 2
-    err = capsys.readouterr().err
+    err = Printed(capsys.readouterr().err)
     assert expected in err and err.count("error: ") == 1
     assert not (tmp_path / "p.json").exists()
 
@@ -159,7 +164,7 @@ def test_duplicates_of_designs_are_told(tmp_path, capsys):
 def test_a_table_of_mutations_is_refused_with_what_reads_it(tmp_path, capsys):
     (tmp_path / "m.csv").write_text("pdb_file,mutation,ddg\nx.pdb,M1A,1\n")
     assert main([str(tmp_path / "m.csv"), str(tmp_path / "p.json"), "--score", "ddg"]) == 2
-    said = capsys.readouterr().err
+    said = Printed(capsys.readouterr().err)
     assert said.count("error: ") == 1
     assert "loss.unit=table" in said
 

@@ -10,19 +10,26 @@ from pathlib import Path
 
 from ddp_setup import whole_file
 
+# How the files of spreadsheets begin; of those in a zip with a part that they have.
+WORKBOOKS = ((b"PK\x03\x04", b"[Content_Types].xml", "an Excel workbook"),
+             (b"PK\x03\x04", b"vnd.oasis.opendocument.spreadsheet", "an OpenDocument workbook"),
+             (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", b"", "an Excel workbook"))
 MOST_TEXT_BYTES = 64 << 20   # of a status, a config; these have some KB
 
 
 def read_text(path, most=MOST_TEXT_BYTES) -> str:
     """The text of a file in UTF-8, without a byte order mark.
 
-    Raises: ValueError for a device, pipe or folder, for more than `most` bytes, or for another
-    encoding; OSError."""
+    Raises: ValueError for a device, pipe or folder, for more than `most` bytes, for a spreadsheet's
+    own format or another encoding; OSError."""
     check_is_file(path)   # reading it may never end
     with open(path, "rb") as file:
         data = file.read(most + 1)
     if len(data) > most:
         raise ValueError(f"{path} has more than {most:,} bytes; expected a smaller file of text.")
+    for beginning, part, name in WORKBOOKS:
+        if data.startswith(beginning) and part in data:
+            raise ValueError(f"{path} is {name}; expected text. Save it as CSV (in UTF-8).")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

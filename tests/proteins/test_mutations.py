@@ -1,6 +1,7 @@
 """proteins/mutations.py: lists and tables of mutations, and where their residues are."""
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -28,7 +29,8 @@ def test_a_list_has_a_variant_per_line(tmp_path):
 @pytest.mark.parametrize("line", ["A12V, G45D, K3R", "A12V G45D K3R", "A12V;G45D;K3R"])
 def test_several_variants_on_a_line_of_a_list_are_not_taken_as_one(line, tmp_path):
     message = refusal(write(tmp_path, f"M1A\n{line}\n", "list.txt"), read_mutations)
-    assert f"line 2: found {line}; expected one variant per line, or A12V:G45D:K3R" in message
+    assert f"line 2: found {line}, which may be several variants; expected one per line" in message
+    assert "A12V:G45D:K3R" in message
 
 
 def test_several_mutations_in_a_cell_of_a_table_are_one_variant(small):
@@ -73,24 +75,224 @@ def test_an_insertion_code_is_found_in_the_other_case(small):
 
 
 def test_of_a_number_that_has_insertion_codes_only_they_are_named(small):
-    (small / "small.pdb").write_text((small / "small.pdb").read_text().replace("   5 ", "   7 "))
+    (small / "small.pdb").write_text((small / "small.pdb").read_text().replace("   5 ", "   4 "))
     path = write(small, "M1A\nV5W\n", "list.txt")
     _, note = place_all(read_mutations(path), small / "small.pdb", chain="A")
     assert note.endswith("there is no residue 5 (there is 5A)")
 
 
-def test_variants_that_change_nothing_or_have_a_stop_are_counted_and_left_out(small):
-    lines = ["M1A", "M1M", "M1*", "K2*", "K2R", "K2R:M1*"]
+def test_rows_that_are_no_substitution_are_counted_by_kind_and_left_out(small):
+    lines = ["M1A", "M1M", "M1*", "K2*", "K2R", "K2R:M1*", "WT", "M1A:K2K", "M1del", ""]
     path = write(small, TABLE + "".join(f"small.pdb,A,{line},1\n" for line in lines), "t.csv")
     (protein,), note = place_all(read_mutations(path, measured="ddg"))
-    assert [texts(variant) for variant in protein.variants] == [["M1A"], ["K2R"]]
-    assert note == (f"{path}: 1 variant(s) that change nothing and 3 variant(s) with a stop are "
-                    "left out")
+    assert [texts(variant) for variant in protein.variants] == [["M1A"], ["K2R"], ["M1A"]]
+    assert note == (f"{path}: left out: 1 wild type, 3 stops, 1 deletion, 1 variant that changes "
+                    "nothing, 1 row without a mutation, 1 silent part")
+
+
+def test_a_row_that_is_no_substitution_may_have_anything_in_its_other_columns(small):
+    path = write(small, TABLE + "small.pdb,A,M1A,1\n,,M1*,?!\n", "t.csv")
+    assert len(read_mutations(path, measured="ddg").variants) == 1
 
 
 def test_a_table_of_nothing_but_stops_is_refused(small):
     path = write(small, TABLE + "small.pdb,A,M1*,1\n", "t.csv")
-    assert "1 variant(s) with a stop are left out; expected" in refusal(path, read_mutations)
+    assert "left out: 1 stop; expected" in refusal(path, read_mutations)
+
+
+# ---- values ----
+
+@pytest.mark.parametrize("text", ["", "NA", "n/a", "N/A", "nan", "NaN", "#N/A", "null", "None", "-",
+                                  "--", ".", "?", "n.d.", "nd", "ND", "<NA>", "#DIV/0!", "\u2013"])
+def test_a_word_for_no_value_is_none(text, small):
+    path = write(small, f"{TABLE}small.pdb,A,M1A,{text}\nsmall.pdb,A,M1C,1\n", "t.csv")
+    (protein,), note = place_all(read_mutations(path, measured="ddg"))
+    assert math.isnan(protein.variants[0].measured) and protein.variants[1].measured == 1
+    assert note == f"{path}: not measured in ddg: 1 without a value"
+
+
+@pytest.mark.parametrize("text", [">5", "<0.1", ">= 5", "<=5", "\u22655", "\u2264 -1e3", "> .5"])
+def test_a_limit_is_no_value(text, small):
+    path = write(small, f"{TABLE}small.pdb,A,M1A,{text}\nsmall.pdb,A,M1C,1\n", "t.csv")
+    (protein,), note = place_all(read_mutations(path, measured="ddg"))
+    assert math.isnan(protein.variants[0].measured)
+    assert note == f"{path}: not measured in ddg: 1 with a limit, such as >5"
+
+
+@pytest.mark.parametrize("text, value", [
+    ("1", 1), ("-1.5", -1.5), ("+2.", 2), (".5", 0.5), ("1e-3", 1e-3), ("\u22121.5", -1.5)])
+def test_a_number_is_a_value(text, value, tmp_path):
+    path = write(tmp_path, f"mutation,ddg\nM1A,{text}\n", "t.csv")
+    assert read_mutations(path, measured="ddg").variants[0].measured == value
+
+
+@pytest.mark.parametrize("text", ["high", "1_0", "\u0661", "\uff11", "inf", "1e999", "0x1", "1 2",
+                                  "\"1,5\"", ">high", "5>", "1.2\u00b10.3"])
+def test_another_text_in_place_of_a_value_is_refused(text, tmp_path):
+    path = write(tmp_path, f"mutation,ddg\nM1A,{text}\n", "t.csv")
+    assert ", line 2: found " in refusal(path, read_mutations, measured="ddg")
+
+
+def test_without_a_column_of_values_none_is_missing(small):
+    path = write(small, f"{TABLE}small.pdb,A,M1A,\n", "t.csv")
+    assert place_all(read_mutations(path))[1] == ""
+
+
+# ---- the wild type's value ----
+
+def test_the_wild_type_has_the_mean_of_its_rows(small):
+    rows = "small.pdb,A,M1A,1\nsmall.pdb,,WT,2\nsmall.pdb,A,wt,3\nsmall.pdb,A,p.=,NA\n"
+    protein, = place_all(read_mutations(write(small, TABLE + rows, "t.csv"), "ddg"))[0]
+    assert protein.wild_type == 2.5
+
+
+def test_a_row_of_the_wild_type_is_of_its_file_or_of_its_chain_there(small):
+    (small / "one.pdb").write_text(Atoms().add("A", 1, "MET").add("A", 2, "LYS").pdb())
+    rows = ("small.pdb,A,M1A,1\nsmall.pdb,B,G10A,1\none.pdb,,K2R,1\nsmall.pdb,,WT,2\n"
+            "small.pdb,B,WT,4\n")
+    proteins, _ = place_all(read_mutations(write(small, TABLE + rows, "t.csv"), "ddg"))
+    values = {(protein.name, protein.chain): protein.wild_type for protein in proteins}
+    assert values["small.pdb", "A"] == 2 and values["small.pdb", "B"] == 3
+    assert math.isnan(values["one.pdb", "A"])
+
+
+def test_a_row_of_the_wild_type_is_of_its_sequence(tmp_path):
+    path = write(tmp_path, "sequence,mutation,ddg\nMKTA,K2R,1\nMKTA,WT,2\nGKTA,K2R,3\n", "t.csv")
+    proteins, _ = place_on_sequences(read_mutations(path, "ddg"))
+    assert proteins[0].wild_type == 2 and math.isnan(proteins[1].wild_type)
+
+
+def test_a_row_of_the_wild_type_counts_for_the_one_protein_that_a_table_does_not_name(small):
+    path = write(small, "mutation,ddg\nM1A,1\nWT,0.5\n", "t.csv")
+    protein, = place_all(read_mutations(path, "ddg"), small / "small.pdb", chain="A")[0]
+    assert protein.wild_type == 0.5
+    protein, = place_on_sequences(read_mutations(path, "ddg"), ("w", "MKTA"))[0]
+    assert protein.wild_type == 0.5
+
+
+# ---- chains in mutations ----
+
+def test_a_chain_in_the_mutation_is_as_one_in_its_column(small):
+    path = write(small, "mutation,ddg\nMA1A,1\nB:G10A,2\nWB11F,3\n", "t.csv")
+    proteins, note = place_all(read_mutations(path), small / "small.pdb", chain="A")
+    assert [(protein.chain, len(protein.variants)) for protein in proteins] == [("A", 1), ("B", 2)]
+    assert note == ""
+
+
+def test_a_column_that_names_another_chain_is_a_line_that_does_not_fit(small):
+    path = write(small, f"{TABLE}small.pdb,A,MA1A,1\nsmall.pdb,A,MB1C,1\n", "t.csv")
+    (protein,), note = place_all(read_mutations(path))
+    assert [texts(variant) for variant in protein.variants] == [["M1A"]]
+    assert "line 3: M1C: in chain A of small.pdb the mutation names chain B" in note
+
+
+def test_mutations_of_two_chains_are_not_placed_on_one_sequence(tmp_path):
+    path = write(tmp_path, "KA2R\nKB2C\n", "list.txt")
+    message = refusal(path, lambda path: place_on_sequences(read_mutations(path), ("w", "MKTA")))
+    assert "mutations in the chains A B" in message
+
+
+# ---- columns ----
+
+@pytest.mark.parametrize("name", ["mutation", "Mutation", "MUTATION", "mutations", "mutant",
+                                  "Mutant", "variant", "Variants", "mut", "mut_type", "aa_change",
+                                  "AA change", "hgvs_pro", "HGVS"])
+def test_a_column_of_mutations_has_many_names(name, tmp_path):
+    path = write(tmp_path, f"id,{name},f\n7,M1A,1\n", "t.csv")
+    variant, = read_mutations(path, "f").variants
+    assert texts(variant) == ["M1A"] and variant.measured == 1
+    assert variant.cells == {"id": "7", "mutation": "M1A", "f": "1"}
+
+
+def test_the_column_mutation_comes_before_others(tmp_path):
+    path = write(tmp_path, "mutant,Mutation,mutation\nx,y,M1A\n", "t.csv")
+    variant, = read_mutations(path).variants
+    assert variant.cells == {"mutant": "x", "Mutation": "y", "mutation": "M1A"}
+
+
+def test_mutation_in_capitals_comes_before_other_names(tmp_path):
+    path = write(tmp_path, "mutant,Mutation\nx,M1A\n", "t.csv")
+    assert texts(read_mutations(path).variants[0]) == ["M1A"]
+
+
+@pytest.mark.parametrize("header, said", [
+    ("mutant,hgvs_pro", "has the columns mutant and hgvs_pro; expected one of them"),
+    ("Variant,mutations", "has the columns Variant and mutations; expected one of them"),
+    ("MUTATION,Mutation", "has the columns MUTATION and Mutation; expected one of them"),
+    ("wt,pos,mut,mut_aa", "has the columns mut and mut_aa; expected one of them"),
+    ("mutation,Chain,CHAIN", "has the columns Chain and CHAIN; expected one of them"),
+    ("Mutation(s)_PDB,ddg", "line 1 is Mutation(s)_PDB,ddg; expected the names of the columns"),
+    ("#Pdb;Mutation(s)_PDB", "line 1 is #Pdb;Mutation(s)_PDB; expected the names"),
+    ("sequence,f", "line 1 is sequence,f; expected the names of the columns"),
+    ("M1A,0.5", "line 1 is M1A,0.5; expected the names of the columns"),
+    ("residues", "line 1 is residues; expected the names of the columns")])
+def test_columns_that_are_not_known_are_named(header, said, tmp_path):
+    row = re.sub("[^,;]+", "M1A", header)
+    path = write(tmp_path, "\n".join([header, *[row] * 200]), "t.csv")
+    message = refusal(path, read_mutations)
+    assert said in message and len(message.splitlines()) == 1
+
+
+def test_other_columns_are_known_in_any_case(small):
+    path = write(small, "PDB file,Chain,Mutation,Context\nsmall.pdb,A,M1A,B\n", "t.csv")
+    (protein,), _ = place_all(read_mutations(path), see_all=False)
+    assert protein.chain == "A" and protein.complex.fixed == ("B",)
+    head = table_text([protein], [np.zeros(1)], "w", small).splitlines()[0]
+    assert head.startswith("pdb_file,chain,mutation,context,score")
+
+
+@pytest.mark.parametrize("header, row, expected", [
+    ("wildtype,position,mutation", "M,1,A", "M1A"), ("wt,pos,mut", "MET,1,ALA", "M1A"),
+    ("WT_AA,Position,mut_aa", "M,1.0,A", "M1A"), ("wild_type,resid,mutant", "Met,-1B,Ala", "M-1BA"),
+    ("wtAA,residue,mutAA", "L,5a,W", "L5aW"), ("mutation,wildtype,position", "M1A,K,9", "M1A"),
+    ("mutant,wt,pos,mut_aa", "M1A,K,9,R", "M1A"), ("Mutant,WT,Pos,Mut", "M1A,K,9,R", "M1A")])
+def test_letters_in_columns_are_joined(header, row, expected, tmp_path):
+    path = write(tmp_path, f"{header},f\n{row},1\n", "t.csv")
+    assert texts(read_mutations(path, "f").variants[0]) == [expected]
+
+
+@pytest.mark.parametrize("row, kind", [
+    ("M,1,M", "1 variant that changes nothing"), ("M,1,*", "1 stop"), ("M,1,Ter", "1 stop"),
+    ("M,1,-", "1 deletion"), ("M,1,=", "1 variant that changes nothing"), (",,WT", "1 wild type"),
+    ("M,1,", "1 row without a mutation"), ("NA,NA,NA", "1 row without a mutation"),
+    ("M,1,X", "1 variant with an unknown letter")])
+def test_letters_in_columns_may_be_no_substitution(row, kind, tmp_path):
+    path = write(tmp_path, f"wt,pos,mut\nK,2,R\n{row}\n", "t.csv")
+    assert read_mutations(path).left_out == f"{path}: left out: {kind}"
+
+
+@pytest.mark.parametrize("row", ["M,,A", ",1,A", "M,A1,A", "M,1_0,A", "M,\u0661,A", "MK,1,A",
+                                 "G,G1,A", "M,1.5,A"])
+def test_a_letter_without_its_place_is_refused(row, tmp_path):
+    path = write(tmp_path, f"wt,pos,mut\nK,2,R\n{row}\n", "t.csv")
+    assert ", line 3: found " in refusal(path, read_mutations)
+
+
+# ---- rows ----
+
+@pytest.mark.parametrize("text", [
+    "mutation,ddg,note\nM1A,1,\n,,\n , ,\n\nK2R,2,\n", "mutation,ddg,note\nM1A,1\nK2R,2\n",
+    "mutation,ddg,note\nM1A,1,,,\nK2R,2,,\n", ",,\nmutation,ddg,note\nM1A,1,\nK2R,2,\n",
+    "mutation\tddg\tnote\nM1A\t1\n\t\t\nK2R\t2\t\t\n",
+    "mutation,ddg,note\rM1A,1\r,,\rK2R,2\r", "mutation,ddg,note\r\nM1A,1\r\n,,\r\nK2R,2\r\n"])
+def test_cells_that_spreadsheets_leave_out_or_add_are_nothing(text, tmp_path):
+    table = read_mutations(write(tmp_path, text, "t.csv"))
+    assert table.left_out == ""
+    assert [variant.cells for variant in table.variants] == [
+        {"mutation": "M1A", "ddg": "1", "note": ""}, {"mutation": "K2R", "ddg": "2", "note": ""}]
+
+
+def test_lines_are_counted_with_those_that_are_passed_over(tmp_path):
+    path = write(tmp_path, "mutation,ddg\n,\n\nM1,1\n", "t.csv")
+    assert ", line 4: found 'M1'" in refusal(path, read_mutations)
+
+
+def test_a_refusal_lists_three_lines(tmp_path):
+    path = write(tmp_path, "mutation\nM1A\n" + "M1\n" * 205, "t.csv")
+    heading, *lines = refusal(path, read_mutations).splitlines()
+    assert "205 lines cannot be used; expected a mutation such as A12V" in heading
+    assert lines == ["  line 3: found 'M1'", "  line 4: found 'M1'", "  line 5: found 'M1'",
+                     "  and 202 more"]
 
 
 def test_lines_with_and_without_a_chain_are_one_protein(tmp_path):
@@ -107,7 +309,7 @@ def test_a_copy_of_a_structure_is_the_same_protein(small):
                  "t.csv")
     proteins, _ = place_all(read_mutations(path))
     assert [len(protein.variants) for protein in proteins] == [2]
-    rows = table_text(proteins, [np.zeros(2)], small).splitlines()
+    rows = table_text(proteins, [np.zeros(2)], "v_48_020", small).splitlines()
     assert [row.partition(",")[0] for row in rows[1:]] == ["small.pdb", "copy.pdb"]
 
 
@@ -152,17 +354,14 @@ def test_a_scan_leaves_residues_out_that_lack_atoms_of_the_backbone(small):
 
 
 @pytest.mark.parametrize("row, said", [
-    ("small.pdb,A,M1,1", "found 'M1'; expected such as A12V"),
-    ("small.pdb,A,M1X,1", "found 'M1X'; expected such as A12V"),
-    ("small.pdb,A,m1a,1", "found 'm1a'; expected such as A12V"),
-    ("small.pdb,A,M1A:M1C,1", "each of another residue"),
-    ("small.pdb,A,,1", "found no mutation"),
+    ("small.pdb,A,M1,1", "found 'M1'; expected a mutation such as A12V"),
+    ("small.pdb,A,m1a,1", "found 'm1a'; expected a mutation such as A12V"),
+    ("small.pdb,A,M1A:M1C,1", "each mutation of another residue"),
     ("small.pdb,A,M1A,high", "found 'high' as ddg"),
-    ("small.pdb,A,M1A,nan", "found 'nan' as ddg"),
     ("small.pdb,A,M1A,1_000", "found '1_000' as ddg"),
     ("no.pdb,A,M1A,1", "/no.pdb"),
     (",A,M1A,1", "there is no file (empty cell)"),
-    ("small.pdb,A,M1A", "found more or fewer cells than columns")])
+    ("small.pdb,A,M1A,1,,x", "found 'x' beyond the last of 4 columns")])
 def test_a_wrong_line_is_named(row, said, small):
     path = write(small, f"{TABLE}{row}\n", "t.csv")
     message = refusal(path, read_mutations, measured="ddg")
@@ -171,8 +370,10 @@ def test_a_wrong_line_is_named(row, said, small):
 
 @pytest.mark.parametrize("text, said", [
     ("", "holds no variant"), (TABLE, "holds no variant"),
-    ("pdb_file,mut\nx.pdb,A1V\n", "A table has the column mutation"),
     ("mutation,mutation\nA1V,A1V\n", "has the column mutation more than once"),
+    ("mutation,ddg,ddg\nA1V,1,2\n", "has the column ddg more than once"),
+    (b"PK\x03\x04\x14..[Content_Types].xml\xff", "is an Excel workbook; expected text"),
+    (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1\0\0", "is an Excel workbook; expected text"),
     ("mutation;ddg\nA1V;1\n", "separated by semicolons"),
     (">a\nMKTA\n", "is a FASTA file"),
     (b"mutation\n\xff\n", "is no text in UTF-8")])

@@ -150,3 +150,29 @@ def test_the_first_residue_of_a_sequence_may_be_counted_or_not(of_table, of_file
     path = write(tmp_path, "\n".join(mutations_of(of_table, 1)), "list.txt")
     message = refusal(path, lambda path: place_on_sequences(read_mutations(path), ("w", of_file)))
     assert "list.txt, w: 7" in message and said in message
+
+
+@pytest.mark.parametrize("n_of_each", [1, 19])
+def test_a_wild_type_that_has_the_mutants_letters_is_told(n_of_each):
+    """Of all 19 mutations of a residue one letter may be there: that is another protein."""
+    mutants = [(letter, number) for number, there in zip(numbered(1), TEXT)
+               for letter in (AMINO_ACIDS if n_of_each == 19 else there)]
+    sites = named(other_letters(TEXT), numbered(1))._replace(mutants=mutants)
+    text = describe_misnumbered([sites])
+    assert ("give the sequence or structure of the wild type" in text) == (n_of_each == 1)
+
+
+def test_a_table_with_a_sequence_of_each_mutant_is_told(tmp_path):
+    lines = ["mutation,sequence"]
+    for k in range(4):
+        mutant = "W" if TEXT[k] != "W" else "C"
+        lines.append(f"{TEXT[k]}{k + 1}{mutant},{TEXT[:k]}{mutant}{TEXT[k + 1:]}")
+    path = write(tmp_path, "\n".join(lines), "t.csv")
+    message = refusal(path, lambda path: place_on_sequences(read_mutations(path)))
+    assert "The mutants' letters stand there" in message
+
+
+def test_of_one_variant_the_mutants_letter_is_told(tmp_path):
+    path = write(tmp_path, "mutation,sequence\nM1A,AKTA\n", "t.csv")
+    message = refusal(path, lambda path: place_on_sequences(read_mutations(path)))
+    assert "residue 1 is A, the mutant's letter" in message
