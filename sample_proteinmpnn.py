@@ -49,17 +49,20 @@ from training.command_line import add_launch_arguments
 from training.fast_linear import fast_linear
 from training.files import check_output, check_writable, write_text_atomic
 from training.parser import Parser
+from training.problems import in_columns
 from training.tool import PATIENCE, open_output, run_tool
 
 DESIGNS = "designs.csv"
 MAX_NOISE = 10.0        # Angstrom; published models were trained with 0.02 to 0.3
+# Options of the published tool that name weights: here they are the first argument.
+PUBLISHED_WEIGHTS = ("--model_name", "--path_to_model_weights", "--use_soluble_model", "--ca_only")
 ONLY_DRAWING = ("num", "temperature", "omit", "bias", "tied_positions", "homomer",
                 "backbone_noise")
 
 
 class DesignRow(NamedTuple):
     """The columns of designs.csv. None is called `score`: a user adds a column of that name."""
-    pdb: Path
+    pdb: str
     chain: str
     context: str
     sequence: str
@@ -126,6 +129,7 @@ def make_parser():
 
 def read_arguments(argv):
     """Options, with defaults for drawing. ValueError for those that do not fit together."""
+    check_no_published_weights(argv)
     args = make_parser().parse_intermixed_args(argv)
     args.structures += args.pdb_path
     if not args.structures:
@@ -151,6 +155,15 @@ def read_arguments(argv):
     if abs(args.seed) >= 2**63:
         raise ValueError(f"found --seed {args.seed}; expected at most {2**63 - 1}.")
     return args
+
+
+def check_no_published_weights(argv):
+    """ValueError for an option of PUBLISHED_WEIGHTS."""
+    for word in argv:
+        if word.partition("=")[0] in PUBLISHED_WEIGHTS:
+            raise ValueError(f"found {word}, an option of the published tool; expected the weights "
+                             "as the first argument: v_48_020, soluble/v_48_020, ca/v_48_020 or a "
+                             "file.")
 
 
 def temperatures(texts):
@@ -344,29 +357,29 @@ def batches_of(model, encoding, tensors, design, args, given):
 
 def design_rows(design, batch, scores):
     """The DesignRows of drawn sequences. scores: of each."""
-    path = Path(design.structure.name)
-    path = path.parent.resolve() / path.name    # so that the table may be copied elsewhere
     rows = []
     for S, (temperature, number), mpnn_score in zip(batch.S.numpy(), batch.draws, scores):
         rows.append(DesignRow(
-            path, " ".join(design.chains), " ".join(design.complex.fixed), design.text(S),
-            f"{temperature:g}", number, mpnn_score, recovery(design, S)))
+            design.structure.name, " ".join(design.chains), " ".join(design.complex.fixed),
+            design.text(S), f"{temperature:g}", number, mpnn_score, recovery(design, S)))
     return rows
 
 
-def csv_text(rows):
-    """CSV of DesignRows."""
+def csv_text(rows, folder):
+    """CSV of DesignRows, with paths relative to the folder in which it is."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(DesignRow._fields)
     for row in rows:
-        writer.writerow(row._replace(mpnn_score=f"{row.mpnn_score:.4f}",
+        path = Path(row.pdb)
+        path = os.path.relpath(path.parent.resolve() / path.name, folder.resolve())
+        writer.writerow(row._replace(pdb=path, mpnn_score=f"{row.mpnn_score:.4f}",
                                      seq_recovery=f"{row.seq_recovery:.4f}"))
     return text.getvalue()
 
 
 def describe_designs(design, rows):
-    """A line on the DesignRows of a structure."""
+    """Lines on the DesignRows of a structure."""
     mean_score = statistics.fmean(row.mpnn_score for row in rows)
     mean_recovery = statistics.fmean(row.seq_recovery for row in rows)
     text = (f"{design.name}: mean of {len(rows):,} designs: score {mean_score:.3f}, "
@@ -374,7 +387,23 @@ def describe_designs(design, rows):
     if len(rows) > 1:
         letters = np.array([list(row.sequence.replace("/", "")) for row in rows])
         text += f", diversity {diversity(letters[:, design.drawn[design.rows]]):.3f}"
+    places = places_of_x(design, rows[0].sequence)
+    if places:
+        n_unknown = rows[0].sequence.count("X")
+        text += (f"\n{design.name}: each design has {n_unknown} X, where no letter is drawn: gaps, "
+                 f"and fixed residues of unknown letter. They are at letters {places}, counted "
+                 "from 1 in each chain: model the missing residues, or cut them out.")
     return text
+
+
+def places_of_x(design, sequence):
+    """Where a design has X, such as "A 31-42, A 60"; "" if it has none."""
+    places = []
+    for name, letters in zip(design.chains, sequence.split("/")):
+        for run in re.finditer("X+", letters):
+            first = run.start() + 1
+            places.append(f"{name} {first}-{run.end()}" if run.end() > first else f"{name} {first}")
+    return ", ".join(places)
 
 
 def diversity(letters):
@@ -422,7 +451,7 @@ def draw_and_score(args, ddp):
                 text, rows = make_results(model, design, args, sequences, ddp.device)
                 tell(args, design, len(text.splitlines()) // 2, sequences, ddp.device)
                 if rows:
-                    print(describe_designs(design, rows), file=sys.stderr)
+                    print(in_columns(describe_designs(design, rows)), file=sys.stderr)
                 if args.out_folder:
                     write_text_atomic(fasta_path(args, design.name), text)
                 else:
@@ -430,7 +459,7 @@ def draw_and_score(args, ddp):
                 table += rows
         finally:    # after Ctrl-C or out of memory: those of finished structures
             if args.out_folder and table:
-                write_text_atomic(args.out_folder / DESIGNS, csv_text(table))
+                write_text_atomic(args.out_folder / DESIGNS, csv_text(table, args.out_folder))
 
 
 def make_designs(paths, args, ca_only):
@@ -473,14 +502,13 @@ def tell(args, design, n_sequences, given, device):
     where = args.out or "standard output"
     if args.out_folder:
         where = fasta_path(args, design.name)
-    for note in design.notes:
-        print(note, file=sys.stderr)
-    print(f"{device}: {args.checkpoint}, {n_sequences} sequence(s){native}, to {where}",
-          file=sys.stderr)
+    lines = [*design.notes,
+             f"{device}: {args.checkpoint}, {n_sequences} sequence(s){native}, to {where}"]
     if args.drawing:
-        print(f"scores are means over {args.orders} decoding orders, the same for all sequences; "
-              "the published tool scores a design in the order in which it was drawn: about 0.08 "
-              "lower at temperature 0.1", file=sys.stderr)
+        lines.append(f"scores are means over {args.orders} decoding orders, the same for all "
+                     "sequences; the published tool scores a design in the order in which it was "
+                     "drawn: about 0.08 lower at temperature 0.1")
+    print(in_columns("\n".join(lines)), file=sys.stderr)
 
 
 def main(argv=None):

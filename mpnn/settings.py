@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from proteins.letters import AMINO_ACIDS, LETTERS, X_ID, decode, encode
-from proteins.structures import (CA_MODEL, FORMATS, Complex, describe_modified, parse_positions,
+from proteins.structures import (CA_MODEL, FORMATS, Complex, describe_reading, parse_positions,
                                  read_structure)
 
 MAX_BIAS = 1e4          # nats; a larger bias would round away the logits in float32
@@ -65,7 +65,9 @@ class Design:
                              f"without {structure.needed}. Fix fewer.")
         self.drawn = np.zeros(len(self.complex), bool)
         self.drawn[self.rows] = self.mutable & self.resolved
-        self.tied = self.tied_rows(self.tied_positions(args))
+        groups = self.tied_positions(args)
+        self.check_tied(groups, args)
+        self.tied = self.tied_rows(groups)
 
     def note_input(self, fixed, ca_only):
         """Add notes on chains and residues."""
@@ -73,9 +75,9 @@ class Design:
         self.notes.append(
             f"{structure.name}: designed chains {' '.join(self.chains)}, {len(self.rows)} rows, "
             f"{self.resolved.sum()} resolved; fixed chains {' '.join(fixed) or '(none)'}")
-        modified = describe_modified([structure])
-        if modified:
-            self.notes.append(f"{structure.name}: {modified}")
+        reading = describe_reading([structure])
+        if reading:
+            self.notes.append(f"{structure.name}: {reading}")
         only_ca = [name for name, chain in structure.chains.items() if chain.has_only_ca]
         if only_ca and not ca_only:
             self.notes.append(f"{structure.name}: chains {' '.join(only_ca)} have CA atoms only: "
@@ -109,16 +111,44 @@ class Design:
             return self.given_groups(args.tied_positions)
         return []
 
+    def check_tied(self, groups, args):
+        """ValueError for groups of which some positions are designed and some are fixed."""
+        mixed = [group for group in groups if len({self.mutable[i] for i in group}) == 2]
+        if not mixed:
+            return
+        kinds = ", ".join(f"{self.labels[i]} ({'designed' if self.mutable[i] else 'fixed'})"
+                          for i in mixed[0])
+        option = "mutable_positions" if args.mutable_positions else "fixed_positions"
+        to_fix = option == "fixed_positions"
+        others = sorted(i for group in mixed for i in group if self.mutable[i] == to_fix)
+        raise ValueError(f"tied positions are designed and fixed: {kinds}. Fix all of a group or "
+                         f"none: add {self.words_for(others, option)} to --{option}.")
+
+    def words_for(self, positions, option):
+        """Sorted joined positions as one writes them, in the way in which the option has its
+        own."""
+        are_rows = any(note.startswith(f"--{option}:") and "0-based" in note for note in self.notes)
+        runs = []           # (first, last) of positions with successive numbers
+        for i in positions:
+            if runs and i == runs[-1][1] + 1 and (are_rows or self.is_next(i)):
+                runs[-1] = runs[-1][0], i
+            else:
+                runs.append((i, i))
+        names = range(len(self.labels)) if are_rows else self.labels
+        return " ".join(f"{names[first]}-{names[last]}" if first < last else f"{names[first]}"
+                        for first, last in runs)
+
+    def is_next(self, i):
+        """Whether the number of joined position i follows that of the position before, in the same
+        chain."""
+        before = re.fullmatch(r"(.*?)(-?\d+)", self.labels[i - 1])
+        return before is not None and self.labels[i] == f"{before[1]}{int(before[2]) + 1}"
+
     def tied_rows(self, groups):
         """Lists of rows of the complex from lists of joined positions, without the unresolved."""
         tied = []
         n_absent = 0
         for group in groups:
-            if len({self.mutable[i] for i in group}) == 2:      # both True and False
-                kinds = ", ".join(f"{self.labels[i]} ({'designed' if self.mutable[i] else 'fixed'})"
-                                  for i in group)
-                raise ValueError(f"tied positions are designed and fixed: {kinds}. Fix all of a "
-                                 "group or none.")
             resolved = [i for i in group if self.resolved[i]]
             n_absent += len(group) - len(resolved)
             tied.append(self.rows[resolved].tolist())

@@ -10,45 +10,38 @@ number without a residue is a gap: letter X and no coordinates. A residue is res
 CA, C and O; read for a CA-only model, if it has CA, and no other atom is kept.
 
 Unlike there, a modified residue has the letter of its parent, in ATOM and HETATM records: MSE is M,
-SEP is S. Selenocysteine and pyrrolysine are X, as in files of sequences.
+SEP is S. Selenocysteine and pyrrolysine are X, as in files of sequences. Caps of a chain, such as
+ACE and NME, have no rows, and residues whose numbers do not rise along the chain keep its order.
 """
 
 import functools
-import gzip
 import itertools
 import re
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from string import ascii_letters
 
-import gemmi
 import numpy as np
 
-from proteins.letters import LETTERS, X_ID, encode
+from proteins.letters import LETTERS, X_ID
+from proteins.residue_names import CAPS, NAMES, plain_name, token_of
 from proteins.seeds import content_key
+from proteins.structure_files import BOUND, FORMATS, MAX_ANGSTROM, read_models
 
-NAMES = "ALA CYS ASP GLU PHE GLY HIS ILE LYS LEU MET ASN PRO GLN ARG SER THR VAL TRP TYR".split()
-# Names that programs of molecular dynamics give to residues by their protons and bonds.
-PROTONATED = {"HID": "HIS", "HIE": "HIS", "HIP": "HIS", "HSD": "HIS", "HSE": "HIS", "HSP": "HIS",
-              "CYX": "CYS", "CYM": "CYS", "ASH": "ASP", "GLH": "GLU", "LYN": "LYS", "ARN": "ARG",
-              "TYM": "TYR"}
 BACKBONE = ("N", "CA", "C", "O")
+# Names of the two oxygen atoms at the end of a chain, by CHARMM, GROMACS and others. The first one
+# that is there is the O of a residue that has none.
+LAST_OXYGENS = ("OT1", "OC1", "O1", "O'", "OT", "OXT", "OT2", "OC2", "O2", "O''")
 CA = BACKBONE.index("CA")
 CA_MODEL = "such as ca/v_48_020"        # for messages
-FORMATS = (".pdb", ".ent", ".cif", ".mmcif")
-# Columns of _atom_site that a mmCIF file must have.
-ATOM_KEYS = ("group_PDB", "id", "type_symbol", "label_atom_id", "label_alt_id", "label_comp_id",
-             "label_asym_id", "Cartn_x", "Cartn_y", "Cartn_z")
 ONE_PLACE = ("expected a different name for each chain, a different number or insertion code for "
              "each residue, and a different letter for each alternative location")
-MAX_ANGSTROM = 100_000      # largest coordinate
 NEAR = 8.0                  # Angstrom, at most, between CA of neighbours: 3.8, in a bad model more
 CA_STEP = 3.8               # Angstrom, between CA atoms of residues that are bound
 MOST_LISTED = 10            # residues in a message
 MAX_ROWS = 100_000          # in a chain: no protein is as long, so more means wrong residue numbers
-MAX_MIB = 64                # of text: 800,000 atoms in a PDB file; reading takes ten times as much
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +63,14 @@ class Chain:
     def _rows(self):
         return {number: row for row, number in enumerate(self.numbers) if number is not None}
 
+    def breaks(self) -> list[tuple[str, str, float]]:
+        """(number, number, Angstrom between CA) of residues in rows that follow each other, but
+        that are farther apart than any neighbours in a chain."""
+        steps = np.linalg.norm(np.diff(self.X[:, CA], axis=0), axis=1)
+        is_known = self.resolved[1:] & self.resolved[:-1]
+        return [(self.numbers[row], self.numbers[row + 1], float(steps[row]))
+                for row in np.flatnonzero(is_known & (steps > NEAR))]
+
     @property
     def has_only_ca(self) -> bool:
         """Whether the chain has CA atoms, and no other atom of a backbone."""
@@ -82,14 +83,17 @@ class Structure:
     ca_only: read for a CA-only model, without the other atoms.
     needed:  words for what makes a residue resolved.
     ends:    modified residues that are left out, such as "PCA A1".
+    notes:   sentences on chains that were not read as their names and numbers say.
     key:     hash of letters and coordinates, equal for copies of a file and for its other formats.
     """
 
-    def __init__(self, name: str, chains: dict[str, Chain], ca_only: bool = False, ends=()):
+    def __init__(self, name: str, chains: dict[str, Chain], ca_only: bool = False,
+                 ends: Sequence[str] = (), notes: Sequence[str] = ()):
         self.name = name
         self.chains = chains
         self.ca_only = ca_only
         self.ends = ends
+        self.notes = notes
         self.needed = "a CA atom" if ca_only else "a complete backbone (N, CA, C, O)"
         parts = []
         for chain_name, chain in sorted(chains.items()):
@@ -145,12 +149,17 @@ def read_structure(path: str | Path, ca_only: bool = False) -> Structure:
     ATOM records are read, HETATM records of MSE (selenomethionine), and those of other amino acids
     where they fill a gap in the numbers of a chain: ligands do not, and the rows stay those of the
     official code. A residue whose name, in upper or lower case, is not one of the 20 has the letter
-    of its parent, or X if that is not known; HIE and the like are HIS (PROTONATED). Of several
+    of its parent, or X if that is not known; HIE, NGLY and the like are HIS and GLY. Of several
     atoms of one name, or several residue names, at a residue number (alternative locations, models)
-    the first counts.
-    Nucleic acids become X rows without coordinates. mmCIF is read by author names and numbers, from
-    _atom_site alone. What would be lost is refused: two residues of one number, two chains of one
-    name. A number in columns 23 to 27 of a PDB file, such as 10000, is read.
+    the first counts. OT1, OXT and the like are the O of a residue without one. Nucleic acids become
+    X rows without coordinates. mmCIF is read by author names and numbers, from _atom_site alone.
+    What would be lost is refused: two residues of one number, two chains of one name. A number in
+    columns 23 to 27 of a PDB file, such as 10000, is read.
+
+    The official code sorts rows by number, has rows for caps (ACE, NME ...) and one chain for all
+    proteins without a chain name. Here caps have none; where numbers do not rise, the order of the
+    file is kept if distances show it (_order_rows); and TER and segments separate proteins that
+    have no name (structure_files.py). `notes` of the structure tell of the last two.
     Source: parse_PDB_biounits of github.com/dauparas/ProteinMPNN.
 
     Args:
@@ -171,44 +180,56 @@ def read_structure(path: str | Path, ca_only: bool = False) -> Structure:
         raise ValueError(f"{path} is not a file with a name in {' '.join(FORMATS)} or one of these "
                          "with .gz")
     try:
-        text = _read_text(path)
-        text = text.removeprefix(b"\xef\xbb\xbf")   # the byte order mark of UTF-8
-        text = text.replace(b"\r", b"\n")   # some programs end lines with \r alone
-        if b"\0" in text:   # a record that begins with one would be lost
-            raise ValueError("it holds a zero byte, so it is binary, packed or damaged; expected "
-                             "text, or gzip")
-        is_pdb = suffix in (".pdb", ".ent")
-        _check_format(text, is_pdb)
-        models = _parse_pdb(text) if is_pdb else _parse_mmcif(text)
+        models, notes = read_models(path)
+        _remove_caps(models)
         ends = _remove_ligands(models, ca_only)
         _check_identities(models)
-        chains = _make_chains(models, ca_only)
+        chains, order_notes = _make_chains(models, ca_only)
         if not ca_only:
             _check_backbones(chains)
-        return Structure(str(path), chains, ca_only, ends)
+        return Structure(str(path), chains, ca_only, ends, (*notes, *order_notes))
     except (OSError, EOFError, zlib.error, RuntimeError, ValueError, IndexError) as error:
         reason = str(error).strip() or type(error).__name__
         raise ValueError(f"{path} cannot be read: {reason}") from None
 
 
-def describe_modified(structures: Iterable[Structure]) -> str:
-    """What was made of residues that are none of the 20, in words; "" where there are none."""
+def describe_reading(structures: Iterable[Structure]) -> str:
+    """What was made of residues that are none of the 20, of chains that are named or ordered in
+    another way than usual, and where chains are broken, in words; "" where there is none of it."""
+    structures = list({structure.name: structure for structure in structures}.values())
     letters = {}
     ends = []
+    breaks = []
+    notes = []
     for structure in structures:
+        place = f"{Path(structure.name).name}: " if len(structures) > 1 else ""
         ends += [name for name in structure.ends if name not in ends]
-        for chain in structure.chains.values():
-            for row, name in chain.modified.items():
-                letters[name] = LETTERS[chain.S[row]]
+        notes += [place + note for note in structure.notes]
+        for name, chain in structure.chains.items():
+            breaks += [f"{place}{name}{one} and {name}{other} ({distance:.1f})"
+                       for one, other, distance in chain.breaks()]
+            for row, residue_name in chain.modified.items():
+                letters[residue_name] = LETTERS[chain.S[row]]
     parts = []
     if letters:
         words = ", ".join(f"{name} as {letters[name]}" for name in sorted(letters))
         parts.append(f"residues that are none of the 20 amino acids are read: {words}")
     if ends:
-        more = f", and {len(ends) - MOST_LISTED:,} more" if len(ends) > MOST_LISTED else ""
         parts.append("HETATM at an end of a chain, or with an insertion code, are left out, as in "
-                     f"the published code: {', '.join(ends[:MOST_LISTED])}{more}")
+                     f"the published code: {_first_of(ends)}")
+    if breaks:
+        parts.append("residues that follow each other in a chain are far apart, where some are "
+                     "missing or two proteins have one chain name (Angstrom between CA): "
+                     f"{_first_of(breaks)}")
+    if notes:
+        parts.append(_first_of(notes, "; "))
     return "; ".join(parts)
+
+
+def _first_of(texts, separator=", "):
+    """The first MOST_LISTED texts, and how many more there are."""
+    more = f"{separator}and {len(texts) - MOST_LISTED:,} more" if len(texts) > MOST_LISTED else ""
+    return separator.join(texts[:MOST_LISTED]) + more
 
 
 def parse_positions(text: str, structure: Structure,
@@ -228,9 +249,9 @@ def parse_positions(text: str, structure: Structure,
         read in two ways.
     """
     words = re.findall(r"[^,\s]+", text)
+    places = [(name, number) for name in chains for number in structure.chains[name].numbers]
     # "A12"; None in chains without a name, as "" would be the first end of a range "-A12"
-    labels = [name + number if number and name.strip() else None
-              for name in chains for number in structure.chains[name].numbers]
+    labels = [name + number if number and name.strip() else None for name, number in places]
     rows_of = {}                                    # label -> joined rows
     for row, label in enumerate(labels):
         rows_of.setdefault(label, []).append(row)
@@ -239,14 +260,11 @@ def parse_positions(text: str, structure: Structure,
     positions = []
     kinds = set()
     for word in words:
-        # Collect every way to read the word, as (first row, last row). A "-" may separate the ends
-        # of a range or be the sign of a number, so split the word at each "-" in turn.
-        readings = {(row, row) for row in rows_of.get(word, [])}
-        for dash in re.finditer("-", word):
-            readings |= {*itertools.product(rows_of.get(word[:dash.start()], []),
-                                            rows_of.get(word[dash.end():], []))}
+        readings = _readings_by_number(word, rows_of)
         kinds.add("chain and number in the file" if readings else "0-based number in the sequence")
-        numeric = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", word)
+        for first, last in readings:
+            _check_range(word, first, last, places)
+        numeric = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", word, re.ASCII)
         if numeric:
             first = int(numeric[1])
             last = int(numeric[2] or numeric[1])
@@ -269,170 +287,62 @@ def parse_positions(text: str, structure: Structure,
             f"{len(positions)} positions by {kinds.pop()}: {' '.join(words)}")
 
 
+def _readings_by_number(word, rows_of):
+    """{(first row, last row)}: every way to read a position such as A12 or A10-A20.
+
+    rows_of: {label: rows}."""
+    # A "-" may separate the ends of a range or be the sign of a number, so split the word at each
+    # "-" in turn.
+    readings = {(row, row) for row in rows_of.get(word, [])}
+    for dash in re.finditer("-", word):
+        readings |= {*itertools.product(rows_of.get(word[:dash.start()], []),
+                                        rows_of.get(word[dash.end():], []))}
+    return readings
+
+
+def _check_range(word, first, last, places):
+    """ValueError for a range of one chain if its rows are not those with numbers between its ends.
+
+    So it may be where numbers do not rise along the chain. A range whose first number is the larger
+    one can only mean the rows between. places: (chain, number) of each row."""
+    chain, first_number = places[first]
+    low, low_code = _split_number(first_number)
+    high, high_code = _split_number(places[last][1])
+    if first >= last or chain != places[last][0] or low > high:
+        return
+    for row, (name, text) in enumerate(places):
+        if name != chain or text is None:
+            continue
+        number, code = _split_number(text)
+        is_stray = first <= row <= last and not low <= number <= high
+        is_lost = not first <= row <= last and low < number < high and code in (low_code, high_code)
+        if is_stray or is_lost:
+            where = "between its ends in the chain" if is_stray else "elsewhere in the chain"
+            raise ValueError(f"position {word} is ambiguous: residue {text} is {where}; expected "
+                             "ranges in which the numbers rise along the chain. Split it")
+
+
+def _split_number(text):
+    """(number, insertion code) of a text such as 52A."""
+    number, code = re.fullmatch(r"(-?\d+)(.*)", text).groups()
+    return int(number), code
+
+
 def numbers_near(number: str, numbers: Iterable[str | None]) -> list[str]:
     """Those of the numbers that differ in the insertion code alone."""
     digits = number.rstrip(ascii_letters)
     return [other for other in numbers if other and other.rstrip(ascii_letters) == digits]
 
 
-# ---- the two formats ----
+# ---- residues that are read ----
 
-def _read_text(path):
-    """Bytes of a file, unpacked if it is of gzip. ValueError for more than MAX_MIB."""
-    limit = MAX_MIB * 2**20
-    with open(path, "rb") as file:
-        is_packed = file.read(2) == b"\x1f\x8b"
-        file.seek(0)
-        if is_packed:
-            file = gzip.GzipFile(fileobj=file)
-        text = file.read(limit + 1)
-    if len(text) > limit:
-        unpacked = ", unpacked" if is_packed else ""
-        raise ValueError(f"it is larger than {MAX_MIB} MiB{unpacked}; expected a smaller structure,"
-                         " such as the chains that are needed")
-    return text
-
-
-def _check_format(text, is_pdb):
-    """ValueError for mmCIF in a file with a name of PDB (is_pdb), and the other way round."""
-    has_header = re.search(rb"^data_", text, re.MULTILINE | re.IGNORECASE)
-    if is_pdb and has_header:
-        raise ValueError("it holds data_, as mmCIF files do; expected PDB. Name it .cif")
-    if not is_pdb and not has_header:
-        raise ValueError("it has no data_, with which mmCIF begins; expected mmCIF. Name a PDB "
-                         "file .pdb")
-
-
-def _parse_pdb(text):
-    records = []
-    for number, model in enumerate(re.split(rb"^ENDMDL", text, flags=re.MULTILINE), start=1):
-        # Keep only the records of residues. gemmi would also stop at END, and take a ligand for a
-        # part of a residue of its name and number.
-        lines = re.findall(rb"^(?:ATOM|HETATM)[^\r\n]*", model, re.MULTILINE)
-        places = {line[21:27] for line in lines if line.startswith(b"ATOM")}
-        lines = [line for line in lines if _is_of_residue(line, places)]
-        for line in lines:
-            _check_numbers(line)
-        records += [b"MODEL %8d" % number, *map(_for_gemmi, lines), b"ENDMDL"]
-    return gemmi.read_pdb_string(b"\n".join(records) + b"\n")
-
-
-def _is_of_residue(line, places):
-    """Whether a PDB record is read. places: columns 22 to 27 of the ATOM records."""
-    name = line[17:20].decode("latin-1")
-    if line.startswith(b"ATOM") or name.upper() == "MSE":
-        return True
-    return _is_amino_acid(name) and line[21:27] not in places
-
-
-def _check_numbers(line):
-    """ValueError for a PDB record with a malformed number, which gemmi would read as 0."""
-    try:
-        int(line[22:26])
-        for start in (30, 38, 46):
-            text = line[start:start + 8]
-            is_coordinate = abs(float(text)) <= MAX_ANGSTROM        # False for nan too
-            if not is_coordinate or b"_" in text:
-                raise ValueError("no coordinate")
-    except ValueError:
-        raise ValueError(f"found {line.decode('latin-1')[:54]!r}; expected a residue number in "
-                         "columns 23 to 26 and coordinates in columns 31 to 54") from None
-    # Five digits are a number above 9999. Other digits in column 27 would be read as an insertion
-    # code, and the number ten times too small.
-    if re.search(rb"\d", line[26:28]) and not re.fullmatch(rb"\d{5}\D", line[22:28]):
-        raise ValueError(f"found {line.decode('latin-1')[:54]!r}, a residue number that ends "
-                         "right of column 26; expected columns 23 to 26, or five digits in columns "
-                         "23 to 27")
-
-
-def _for_gemmi(line):
-    """A PDB record as gemmi reads it right."""
-    number = line[22:27]
-    if re.fullmatch(rb"\d{5}", number) and number >= b"10000":
-        # gemmi knows numbers from 10000 in hybrid-36: A000, A001, ...
-        rest = int(number) - 10_000 + 10 * 36**3
-        digits = b""
-        for _ in range(4):
-            rest, digit = divmod(rest, 36)
-            digits = b"0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"[digit:digit + 1] + digits
-        line = line[:22] + digits + b" " + line[27:]
-    # gemmi would read a letter in column 21 as part of the chain's name.
-    return line[:20] + b" " + line[21:]
-
-
-def _parse_mmcif(text):
-    document = gemmi.cif.read_string(text.decode("utf-8", "replace"))
-    blocks = [block for block in document if block.find_values("_atom_site.Cartn_x")]
-    if len(blocks) != 1:
-        raise ValueError(f"{len(blocks)} data blocks have atoms (_atom_site); expected one")
-    # The checks below are for what gemmi accepts silently: without group_PDB every row is an ATOM,
-    # and a malformed number counts as unknown.
-    if not blocks[0].find_values("_atom_site.group_PDB"):
-        raise ValueError("_atom_site has no group_PDB; expected ATOM and HETATM there, which tell "
-                         "protein from water")
-    for key in ATOM_KEYS:
-        if not blocks[0].find_values(f"_atom_site.{key}"):   # gemmi would read no atoms at all
-            raise ValueError(f"_atom_site has no {key}; expected this column")
-    table = blocks[0].find_mmcif_category("_atom_site.")
-    keys = [tag.removeprefix("_atom_site.") for tag in table.tags]
-    if not set(ATOM_KEYS) <= set(keys):   # gemmi finds them in capitals too
-        raise ValueError(f"_atom_site has the columns {' '.join(keys)[:80]}; expected names in "
-                         "lower and upper case as in group_PDB and label_atom_id")
-    columns = {key: list(table.column(k)) for k, key in enumerate(keys)}
-    # Other tables are not needed, and may hold what gemmi refuses. Ligands need no numbers.
-    groups = map(gemmi.cif.as_string, columns["group_PDB"])
-    names = map(gemmi.cif.as_string, columns["label_comp_id"])
-    # gemmi uses the label numbers of a file that has no others.
-    number_key = "auth_seq_id" if "auth_seq_id" in columns else "label_seq_id"
-    if number_key not in columns:
-        raise ValueError("_atom_site has no auth_seq_id; expected residue numbers there")
-    chains = columns.get("auth_asym_id", columns["label_asym_id"])
-    codes = columns.get("pdbx_PDB_ins_code", itertools.repeat("?"))
-    rows = list(zip(groups, names, zip(chains, columns[number_key], codes)))
-    places = {place for group, _, place in rows if group[:1] not in ("H", "h")}
-    kept = []
-    for row, (group, name, place) in enumerate(rows):
-        is_read = group[:1] not in ("H", "h") or name.upper() == "MSE"
-        if is_read or (_is_amino_acid(name) and place not in places and place[1] not in "?."):
-            kept.append(row)
-    columns = {key: [values[row] for row in kept] for key, values in columns.items()}
-    _check_values(columns, number_key)
-    block = gemmi.cif.Block("atoms")
-    loop = block.init_loop("_atom_site.", keys)
-    loop.set_all_values(list(columns.values()))
-    return gemmi.make_structure_from_block(block)
-
-
-def _check_values(columns, number_key):
-    """ValueError for a malformed number. columns: {key of _atom_site: list of values}. number_key:
-    of residue numbers."""
-    number = r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?(\(\d+\))?|[?.]"  # (7) in 1.25(7) is an error
-    patterns = {"Cartn_x": number, "Cartn_y": number, "Cartn_z": number, number_key: r"-?\d+"}
-    for key, pattern in patterns.items():
-        for value in columns[key]:
-            if not re.fullmatch(pattern, value):
-                raise ValueError(f"_atom_site.{key} is {value!a}; expected a number")
-
-
-@functools.cache
-def _token_of(name):
-    """The letter of a residue by its name, of a modified one that of its parent, as a token."""
-    if not _is_amino_acid(name):
-        return X_ID
-    letter = gemmi.find_tabulated_residue(name).one_letter_code.upper()
-    return int(encode(letter.replace(" ", "X"))[0])     # gemmi knows no parent of a few
-
-
-@functools.cache
-def _is_amino_acid(name):
-    """Whether the name of a residue is that of an amino acid, perhaps a modified one."""
-    return gemmi.find_tabulated_residue(_plain_name(name)).is_amino_acid()
-
-
-def _plain_name(name):
-    """A residue's name in upper case, without what it says of protons: HIS for HIE."""
-    name = name.strip().upper()
-    return PROTONATED.get(name, name)
+def _remove_caps(models):
+    """Remove residues that only close the ends of a chain, such as ACE and NME."""
+    for model in models:
+        for chain in model:
+            for index in reversed(range(len(chain))):
+                if chain[index].name.upper() in CAPS:
+                    del chain[index]
 
 
 def _remove_ligands(models, ca_only):
@@ -487,7 +397,7 @@ def _place(residue):
 def _is_bound(residue, centres, ca_only):
     """Whether a residue has a backbone, with CA near that of a neighbouring number."""
     for name in ("CA",) if ca_only else BACKBONE:
-        if residue.find_atom(name, "*") is None:
+        if _find_atom(residue, name) is None:
             return False
     own = _place(residue)
     centre = residue.find_atom("CA", "*").pos
@@ -496,6 +406,19 @@ def _is_bound(residue, centres, ca_only):
         if is_next and centre.dist(position) <= NEAR:
             return True
     return False
+
+
+def _find_atom(residue, name):
+    """The first atom of a backbone by its name, for O also one of the two at the end of a chain;
+    None if there is none."""
+    atom = residue.find_atom(name, "*")
+    if atom is not None or name != "O":
+        return atom
+    for other in LAST_OXYGENS:
+        atom = residue.find_atom(other, "*")
+        if atom is not None:
+            return atom
+    return None
 
 
 def _check_identities(models):
@@ -546,7 +469,7 @@ def _check_backbones(chains):
 
 
 def _make_chains(models, ca_only):
-    """{chain name: Chain} from gemmi's models."""
+    """({chain name: Chain}, notes) from gemmi's models."""
     residues = {}       # chain name -> {(number, insertion code): residues of all models}
     for model in models:
         for chain in model:
@@ -555,42 +478,149 @@ def _make_chains(models, ca_only):
                 places.setdefault(_place(residue), []).append(residue)
     if not residues:
         raise ValueError("it has no ATOM records; expected those of a protein")
-    return {name: _make_chain(name, places, ca_only) for name, places in residues.items()}
+    chains = {}
+    notes = []
+    for name, places in residues.items():
+        rows, note = _order_rows(name, places)
+        chains[name] = _make_chain(name, places, rows, ca_only)
+        if note:
+            notes.append(note)
+    return chains, notes
 
 
-def _make_chain(name, places, ca_only):
-    """Chain from {(number, insertion code): residues}; gaps in the numbers become X rows."""
-    numbers = {number for number, _ in places}
-    if None in numbers or max(numbers) - min(numbers) >= MAX_ROWS:
-        raise ValueError(f"chain {name} has residues without a number, or more than {MAX_ROWS:,} "
-                         "rows")
-    gaps = set(range(min(numbers), max(numbers))) - numbers
-    rows = sorted([*places, *((number, "") for number in gaps)])
+def _make_chain(name, places, rows, ca_only):
+    """Chain from {(number, insertion code): residues} and its rows, of _order_rows."""
     S = np.full(len(rows), X_ID, np.uint8)
     X = np.full((len(rows), 4, 3), np.nan, np.float32)
     modified = {}               # row -> name of its residue
     for row, place in enumerate(rows):
         residues = places.get(place, [])
         if residues:
-            residue_name = _plain_name(residues[0].name)
-            S[row] = _token_of(residue_name)
+            residue_name = plain_name(residues[0].name)
+            S[row] = token_of(residue_name)
             if residue_name not in NAMES:
                 modified[row] = residue_name
         for k, atom_name in enumerate(BACKBONE):
             if ca_only and k != CA:
                 continue
-            atoms = [residue.find_atom(atom_name, "*") for residue in residues]
+            atoms = [_find_atom(residue, atom_name) for residue in residues]
             places_of_atom = [atom.pos.tolist() for atom in atoms if atom is not None]
             if places_of_atom:
                 X[row, k] = places_of_atom[0]
     known = np.isfinite(X)
-    labels = tuple(f"{number}{code}" if (number, code) in places else None
-                   for number, code in rows)
+    labels = tuple(None if place is None else _number(place) for place in rows)
     needed = known[:, [CA]] if ca_only else known
     resolved = needed.all((1, 2))
     _check_coordinates(name, X, resolved)
     modified = {row: residue_name for row, residue_name in modified.items() if resolved[row]}
     return Chain(S, np.where(known, X, np.float32(0)), resolved, labels, modified)
+
+
+# ---- the order of rows ----
+#
+#   in the file   5P ... 10P   1 ... 62        225 ... 230  1002 ... 1161  240 ... 262
+#   bound         5P ... 10P - 1 ... 62        225 ... 230 - 1002 ... 1161 - 240 ... 262
+#   by number     1 ... 5  5P  6  6P ...       225 ... 230  240 ... 262   1002 ... 1161
+#                         a propeptide                      a protein in a loop of another
+
+def _order_rows(name, places):
+    """(rows, note) of a chain: the (number, insertion code) of each row, None at gaps.
+
+    Rows are sorted by number, as in the official code, unless the residues of the file are not.
+    Then neighbours in the right order are bound, so the order in which more of them are is taken;
+    of a tie, the order of label_seq_id in mmCIF. The note says which.
+
+    places: {(number, insertion code): residues} in the order of the file.
+    Raises ValueError if nothing tells the order."""
+    numbers = {number for number, _ in places}
+    if None in numbers or max(numbers) - min(numbers) >= MAX_ROWS:
+        raise ValueError(f"chain {name} has residues without a number, or more than {MAX_ROWS:,} "
+                         "rows")
+    gaps = set(range(min(numbers), max(numbers))) - numbers
+    by_number = sorted([*places, *((number, "") for number in gaps)])
+    by_number = [place if place in places else None for place in by_number]
+    centres = {}        # of the residues that have CA
+    if list(places) != sorted(places):
+        centres = _centres_of(places)
+    in_file = list(centres)
+    if in_file == sorted(in_file):
+        return by_number, ""
+    before, after = next(pair for pair in itertools.pairwise(in_file) if pair[0] > pair[1])
+    words = f"{_number(before)} is followed by {_number(after)}"
+    chain = f"chain {name or '(blank)'}"
+    is_order_of_file = _is_order_of_file(places, centres)
+    if is_order_of_file is None:
+        raise ValueError(f"residues of {chain} are not in the order of their numbers ({words}), "
+                         "and distances between them do not tell which order is that of the chain; "
+                         "expected numbers that rise along it. Number the residues anew, or, of "
+                         "several proteins, name the chain of each")
+    if is_order_of_file:
+        return (_rows_of_file(places, centres),
+                f"the rows of {chain} are in the order of the file, where {words}")
+    return by_number, (f"the rows of {chain} are in the order of the numbers, in which neighbours "
+                       f"are bound, not of the file, where {words}")
+
+
+def _number(place):
+    """A residue's number and insertion code as text."""
+    number, code = place
+    return f"{number}{code}"
+
+
+def _centres_of(places):
+    """{place: position of CA} of the residues that have one."""
+    centres = {}
+    for place, residues in places.items():
+        for residue in residues:
+            atom = residue.find_atom("CA", "*")
+            if atom is not None:
+                centres.setdefault(place, atom.pos)
+    return centres
+
+
+def _is_order_of_file(places, centres):
+    """True if a chain's order is that of the file, False if it is that of numbers, None if nothing
+    tells."""
+    in_file = list(centres)
+    by_number = sorted(centres)
+    n_in_file = _count_bound(in_file, centres)
+    n_by_number = _count_bound(by_number, centres)
+    if n_in_file != n_by_number:
+        return n_in_file > n_by_number
+    labels = {place: places[place][0].label_seq for place in centres}
+    if None in labels.values():
+        return None
+    for order, answer in ((in_file, True), (by_number, False)):
+        if order == sorted(order, key=labels.get):
+            return answer
+    return None
+
+
+def _count_bound(order, centres):
+    """How many neighbours in this order are as close as bound residues."""
+    return sum(centres[one].dist(centres[other]) <= BOUND
+               for one, other in itertools.pairwise(order))
+
+
+def _rows_of_file(places, centres):
+    """The places in the order of the file, with gaps for numbers that are left out between two
+    residues and occur nowhere in the chain, unless the two are bound."""
+    rows = []
+    for place in places:
+        if rows and not _are_bound(rows[-1], place, centres):
+            first, code = rows[-1]
+            left_out = range(first + 1, place[0])
+            if not any((number, one) in places for number in left_out for one in (code, place[1])):
+                rows += [None] * len(left_out)
+        rows.append(place)
+    return rows
+
+
+def _are_bound(place, other, centres):
+    """Whether residues are as close as bound ones; False if one has no CA."""
+    if place not in centres or other not in centres:
+        return False
+    return centres[place].dist(centres[other]) <= BOUND
 
 
 def _check_coordinates(name, X, resolved):

@@ -28,8 +28,10 @@ class Atoms(list):
         for i, (chain, number, name, atom, code, het, altloc, model, xyz) in enumerate(self):
             if i and model != self[i - 1][7]:
                 lines += ["ENDMDL", f"MODEL {model:8}"]
+            # Column 21 is the fourth letter of a residue, or the first of two of a chain.
+            names = f"{name:>3}{chain:>2}" if len(name) < 4 else f"{name}{chain:1}"
             lines.append(f"{'HETATM' if het else 'ATOM':6}{i + 1:5} {' ' + atom:4}{altloc:1}"
-                         f"{name:>3} {chain:1}{number:4}{code:1}   "
+                         f"{names}{number:4}{code:1}   "
                          f"{''.join(f'{value:8.3f}' for value in xyz)}  1.00 10.00{atom[0]:>12}")
         return "\n".join(lines) + "\nEND\n"
 

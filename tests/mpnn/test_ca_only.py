@@ -9,6 +9,7 @@ import torch.nn.functional as F
 import sample_proteinmpnn
 import score_mutations
 import train_dpo_ddp
+from launchers import Printed
 from dpo.demo import demo_pairs
 from dpo.pairs import read_pairs
 from mpnn.model import (ca_frames, ca_orientation, from_checkpoint, quaternion,
@@ -158,7 +159,7 @@ def sample(capsys):
             sample_proteinmpnn.main(list(map(str, args)))
         except SystemExit as end:
             code = end.code
-        return code, *capsys.readouterr()
+        return code, *map(Printed, capsys.readouterr())
     return run
 
 

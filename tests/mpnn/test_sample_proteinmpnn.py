@@ -15,7 +15,7 @@ from mpnn.model import random_proteinmpnn, to_checkpoint
 from mpnn.weights import load_proteinmpnn
 from mpnn.demo import PHI_PSI, build_backbone
 from proteins.structures import NAMES
-from launchers import ROOT, fork_ranks
+from launchers import ROOT, Printed, fork_ranks
 from mpnn_cases import Atoms
 
 LETTERS = "ACDEFGHIKLMNPQRSTVWY"
@@ -76,7 +76,7 @@ def sample(weights, capsys):
             end_code = end.code
         out, err = capsys.readouterr()
         assert end_code == code, err
-        return out, err
+        return out, Printed(err)
     return run
 
 
@@ -269,7 +269,7 @@ def test_the_table_of_designs_has_what_the_headers_say(sample, dimer, pdb, tmp_p
     sample(dimer, pdb, "--chains", "A", "--num", 2, "--temperature", 0.5, 2, "--out_folder", folder)
     with open(folder / "designs.csv", newline="") as file:
         rows = list(csv.DictReader(file))
-    assert [row["pdb"] for row in rows] == [str(dimer)] * 4 + [str(pdb)] * 4
+    assert [row["pdb"] for row in rows] == ["../dimer.pdb"] * 4 + ["../one.pdb"] * 4
     assert [(row["chain"], row["context"]) for row in rows] == [("A", "B")] * 4 + [("A", "")] * 4
     cells = [({"T": float(row["temperature"]), "sample": float(row["sample"]),
                "score": float(row["mpnn_score"]), "seq_recovery": float(row["seq_recovery"])},
@@ -296,15 +296,14 @@ def test_sequences_that_do_not_fit_are_named_all_at_once(sample, pdb, tmp_path):
 @pytest.mark.parametrize("option", ["--out", "--out_folder"])
 def test_an_output_that_cannot_be_written_is_refused_before_the_work(sample, pdb, option):
     said = sample(pdb, option, "/proc/new", code=2)[1]
-    assert said.startswith("sample_proteinmpnn.py: error: [Errno 2] No such file or directory: "
-                           "'/proc/")
+    assert "sample_proteinmpnn.py: error: [Errno 2] No such file or directory: '/proc/" in said
 
 
 def test_structures_that_cannot_be_read_are_named_all_at_once(sample, pdb):
     for name in ("x.pdb", "y.pdb"):
         (pdb.parent / name).write_text("END\n")
     said = sample(pdb.parent, code=2)[1]
-    assert re.findall(r"(\w+)\.pdb cannot be read", said) == ["x", "y"]
+    assert re.findall(r"(\w+)\.pdb\s+cannot\s+be\s+read", said) == ["x", "y"]
 
 
 def test_a_residue_that_is_none_of_the_20_is_told_by_its_name(sample, pdb):
@@ -412,6 +411,55 @@ def test_a_call_without_a_structure_is_refused(sample):
     assert "found no structure" in sample(code=2)[1]
 
 
+@pytest.mark.parametrize("option", [
+    "--model_name v_48_020", "--path_to_model_weights weights/", "--use_soluble_model",
+    "--ca_only"])
+def test_an_option_of_the_published_tool_for_weights_names_the_first_argument(
+        sample, pdb, option):
+    said = sample(*option.split(), "--pdb_path", pdb, code=2)[1]
+    assert "expected the weights as the first argument" in said
+
+
+TRIMER = {"A": NATIVE, "B": NATIVE, "C": NATIVE}     # of numbers 10 to 31
+
+
+@pytest.mark.parametrize("option, words, lacking", [
+    ("--fixed_positions", "A12 A15-A17", "B12 B15-B17 C12 C15-C17"),
+    ("--fixed_positions", "A12 B12", "C12"), ("--fixed_positions", "2 5-7", "24 27-29 46 49-51"),
+    ("--mutable_positions", "A12 A15-A17", "B12 B15-B17 C12 C15-C17")])
+def test_a_homomer_fixed_in_one_copy_gets_the_words_for_the_others(
+        sample, tmp_path, option, words, lacking):
+    trimer = write_pdb(tmp_path / "trimer.pdb", TRIMER)
+    said = sample(trimer, "--homomer", option, *words.split(), code=2)[1]
+    assert f"add {lacking} to {option}." in said
+    sample(trimer, "--homomer", option, *words.split(), *lacking.split())
+
+
+def test_words_for_other_copies_hold_no_range_over_a_gap_in_the_numbers(sample, tmp_path):
+    dimer = write_pdb(tmp_path / "dimer.pdb", {"A": NATIVE, "B": NATIVE[:3] + "-" + NATIVE[4:]})
+    said = sample(dimer, "--homomer", "--fixed_positions", "A11", "A12", "A14", code=2)[1]
+    assert "add B11-B12 B14 to --fixed_positions." in said
+
+
+def test_where_designs_have_x_is_told_after_them(sample, tmp_path):
+    gaps = {"A": NATIVE, "B": NATIVE[:3] + "--" + NATIVE[5:9] + "-" + NATIVE[10:]}
+    dimer = write_pdb(tmp_path / "dimer.pdb", gaps)
+    out, said = sample(dimer)
+    design, = drawn((out, said))
+    assert [run.span() for run in re.finditer("X+", design.split("/")[1])] == [(3, 5), (9, 10)]
+    assert "each design has 3 X" in said and "at letters B 4-5, B 10, counted" in said
+
+
+def test_designs_without_x_get_no_word_on_them(sample, dimer):
+    assert " X," not in sample(dimer)[1]
+
+
+def test_no_line_of_what_is_said_is_wider_than_80_columns_but_for_a_path(sample, dimer, tmp_path):
+    said = sample(dimer, "--homomer", "--num", 2)[1]
+    wide = [line for line in said.splitlines() if len(line) > 80]
+    assert [line for line in wide if str(tmp_path) not in line and "small.pt" not in line] == []
+
+
 @pytest.mark.parametrize("published, ours", [
     ("--pdb_path dimer.pdb", "dimer.pdb"),
     ("dimer.pdb --pdb_path_chains B", "dimer.pdb --chains B"),
@@ -458,7 +506,7 @@ def test_designs_of_earlier_structures_are_kept_when_one_cannot_be_written(sampl
     said = sample(pdb, other, "--out_folder", folder, code=2)[1]
     assert "File name too long" in said
     with open(folder / "designs.csv", newline="") as file:
-        assert [row["pdb"] for row in csv.DictReader(file)] == [str(pdb)]
+        assert [row["pdb"] for row in csv.DictReader(file)] == ["../one.pdb"]
 
 
 def test_an_input_is_never_written_over(sample, weights, dimer, tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mpnn.batches import collate_complexes
-from proteins.structures import (Chain, Complex, Structure, describe_modified, parse_positions,
+from proteins.structures import (Chain, Complex, Structure, describe_reading, parse_positions,
                                  read_structure)
 from mpnn_cases import Atoms, refusal, write
 from proteins.letters import decode
@@ -36,8 +36,8 @@ def test_rows_of_a_file_equal_those_of_the_official_code(shared, tmp_path, name)
         assert chains.n_designed == case["inputs"]["chain_M"].sum()
 
 
-GAPS = (Atoms().add("A", 5, "GLY").add("A", -1, "ALA").add("A", 3, "SER", code="B")
-        .add("A", 3, "THR").add("A", 3, "CYS", code="A").add("B", 1, "TRP")
+GAPS = (Atoms().add("A", -1, "ALA").add("A", 3, "THR").add("A", 3, "CYS", code="A")
+        .add("A", 3, "SER", code="B").add("A", 5, "GLY").add("B", 1, "TRP")
         .add("A", 7, "ASP", code="C"))
 ALTERNATIVES = (Atoms().add("A", 1, "SER", altloc="B").add("A", 1, "SER", altloc="A")
                 .add("A", 2, "THR", ["N", "CA"], altloc="A").add("A", 2, "VAL", altloc="B")
@@ -46,7 +46,7 @@ ALTERNATIVES = (Atoms().add("A", 1, "SER", altloc="B").add("A", 1, "SER", altloc
 
 # Letters, and the record that each row begins with, or those of its four atoms.
 @pytest.mark.parametrize("atoms, letters, expected", [
-    (GAPS, "AXXXTCSXGXD", [4, None, None, None, 12, 16, 8, None, 0, None, 24]),
+    (GAPS, "AXXXTCSXGXD", [0, None, None, None, 4, 8, 12, None, 16, None, 24]),
     (ALTERNATIVES, "STGW", [0, [8, 9, 12, 13], [14, 16, 17, 18], 19])],
     ids=["numbers left out, insertions", "the first alternative and model, atom by atom"])
 def test_rows_of_both_formats_hold_the_letters_and_atoms_of_the_file_and_nothing_around_them(
@@ -121,6 +121,7 @@ ONE_CIF = Atoms().add("A", 1, "ALA").mmcif()
     *(("s.pdb", ONE.replace("   0.125", x), "columns 31 to 54")
       for x in ("     inf", "     nan", "9.9e+300", "   0_1.2")),
     ("s.pdb", ONE.replace("A   1 ", "A   x "), "columns 23 to 26"),
+    ("s.pdb", ONE.replace("A   1 ", "A 1_0 "), "columns 23 to 26"),
     ("s.pdb", "".join(Atoms().add("A", i, "ALA").pdb() for i in (1, 1)), "residue A 1 comes twice"),
     ("s.pdb", Atoms().add("A", 1, "ALA").add("A", 2, "ALA", xyz=[(0, 0, 0)] * 4).pdb(),
      "4 backbone atoms at 0.000 0.000 0.000"),
@@ -189,7 +190,7 @@ def test_a_modified_residue_that_would_shift_the_rows_is_left_out_with_a_word(
         tmp_path, file, text, atoms, left_out):
     structure = read_text(tmp_path, file, text(atoms))
     assert decode(structure.chains["A"].S) == "AXG"
-    assert left_out in describe_modified([structure])
+    assert left_out in describe_reading([structure])
 
 
 @pytest.mark.parametrize("file, text", FORMATS, ids=["PDB", "mmCIF"])
@@ -200,7 +201,7 @@ def test_a_ligand_with_the_number_of_a_residue_does_not_count_as_a_second_one(
     atoms += [record for record in around(name, het=True) if record[2] == name]
     structure = read_text(tmp_path, file, text(atoms.add("B", 1, "SEP", het=True)))
     assert {name: decode(chain.S) for name, chain in structure.chains.items()} == {"A": "ASG"}
-    assert describe_modified([structure]) == ""
+    assert describe_reading([structure]) == ""
 
 
 def test_a_modified_residue_with_an_insertion_code_fills_no_gap(tmp_path):
@@ -219,9 +220,9 @@ def test_a_ligand_of_mmcif_that_is_an_amino_acid_needs_no_number(tmp_path):
 def test_what_modified_residues_are_read_as_is_told_in_one_line(tmp_path):
     structures = [read_text(tmp_path, f"{name}.pdb", around(name).pdb())
                   for name in ("SEP", "UNK", "SER")]
-    assert describe_modified(structures) == (
+    assert describe_reading(structures) == (
         "residues that are none of the 20 amino acids are read: SEP as S, UNK as X")
-    assert describe_modified(structures[2:]) == ""
+    assert describe_reading(structures[2:]) == ""
 
 
 # ---- residues that would be lost ----
@@ -329,10 +330,107 @@ def test_an_atom_that_comes_twice_is_named(tmp_path):
         read_structure)
 
 
+# ---- residues whose numbers do not rise along the chain ----
+
+def chain_in_order(words, far=()):
+    """Atoms of ALA with numbers such as 10P, in the order of the file and bound to each other, but
+    12 Angstrom from the one before where the word is in `far`."""
+    atoms = Atoms()
+    x = 0.0
+    for word in words.split():
+        number, code = re.fullmatch(r"(-?\d+)(.*)", word).groups()
+        x += 12.0 if word in far else 3.8
+        xyz = [(x + k, float(k), 0.0) for k in (-1, 0, 1, 2)]
+        atoms.add("A", int(number), "ALA", code=code, xyz=xyz)
+    return atoms
+
+
+@pytest.mark.parametrize("file, text", FORMATS, ids=["PDB", "mmCIF"])
+@pytest.mark.parametrize("words, far, expected", [
+    ("5P 6P 7P 1 2 3 4 5 6 7 8", "", "5P 6P 7P 1 2 3 4 5 6 7 8"),
+    ("5P 8P 1 2 3 4 5 6 7 8", ["8P"], "5P - - 8P 1 2 3 4 5 6 7 8"),
+    ("229 230 1002 1003 240 241", "", "229 230 1002 1003 240 241"),
+    ("229 230 1002 1003 240 243", ["243"], "229 230 1002 1003 240 - - 243"),
+    ("229 230 1002 1003 240 241", ["240"], "229 230 1002 1003 240 241"),
+    ("229 230 1002 1003 240 241", ["1002"], "229 230 1002 1003 240 241"),
+    ("4 5 6 1 2 3", "", "4 5 6 1 2 3"),
+    ("9996 9997 9998 9999 0 1 2", "", "9996 9997 9998 9999 0 1 2"),
+    ("1B 1A 1 2 3", "", "1B 1A 1 2 3"),
+    ("110 111 111A 112A 112 113", "", "110 111 111A 112A 112 113"),
+    ("1 2 5 6 5A 7", "", "1 2 5 6 5A 7")], ids=[
+        "propeptide", "propeptide with a gap", "fusion", "fusion with a gap",
+        "fusion, one end unbound", "fusion, the other end unbound", "circular permutant",
+        "negative numbers", "thrombin", "IMGT", "a leap that is bound"])
+def test_rows_keep_the_order_of_the_file_where_numbers_do_not_rise_along_the_chain(
+        tmp_path, file, text, words, far, expected):
+    structure = read_text(tmp_path, file, text(chain_in_order(words, far)))
+    chain = structure.chains["A"]
+    assert " ".join(number or "-" for number in chain.numbers) == expected
+    known = chain.X[chain.resolved][:, 1, 0]
+    assert (np.diff(known) > 0).all()       # along the line on which the residues stand
+    assert "the rows of chain A are in the order of the file" in describe_reading([structure])
+
+
+@pytest.mark.parametrize("file, text", FORMATS, ids=["PDB", "mmCIF"])
+def test_residues_at_the_end_of_the_file_that_are_bound_inside_the_chain_stand_there(
+        tmp_path, file, text):
+    atoms = chain_in_order("1 2 3 4 5")
+    inside = [record for record in atoms if record[1] == 3]
+    atoms = Atoms([record for record in atoms if record[1] != 3] + inside)
+    structure = read_text(tmp_path, file, text(atoms))
+    assert structure.chains["A"].numbers == ("1", "2", "3", "4", "5")
+    assert "in the order of the numbers" in describe_reading([structure])
+
+
+def test_an_order_that_nothing_tells_is_refused_in_pdb(tmp_path):
+    path = write(tmp_path, chain_in_order("11 12 13 1 2 3", far=["1"]).pdb(), "s.pdb")
+    said = refusal(path, read_structure)
+    assert "13 is followed by 1" in said and "Number the residues anew" in said
+
+
+def test_the_label_numbers_of_mmcif_tell_the_order_where_distances_do_not(tmp_path):
+    text = chain_in_order("11 12 13 1 2 3", far=["1"]).mmcif()
+    chain = read_text(tmp_path, "s.cif", text).chains["A"]
+    assert chain.numbers == ("11", "12", "13", "1", "2", "3")
+
+
+def test_rows_without_atoms_of_a_protein_have_no_order_to_keep(tmp_path):
+    atoms = chain_in_order("5 6").add("A", 3, " DA", ["P"]).add("A", 2, " DA", ["P"])
+    structure = read_text(tmp_path, "s.pdb", atoms.pdb())
+    assert structure.chains["A"].numbers == ("2", "3", None, "5", "6")
+    assert describe_reading([structure]) == ""
+
+
+FUSION = "228 229 230 1002 1003 240 241"
+
+
+@pytest.mark.parametrize("words, text, rows", [
+    (FUSION, "A229-A230", [1, 2]), (FUSION, "A1002-A240", [3, 4, 5]), (FUSION, "A240-A241", [5, 6]),
+    ("5P 6P 7P 1 2 3 4 5 6 7", "A5-A7", [7, 8, 9]), ("5P 6P 7P 1 2 3 4", "A5P-A7P", [0, 1, 2]),
+    ("5P 6P 7P 1 2 3 4", "A6P-A2", [1, 2, 3, 4]), ("9998 9999 0 1 2", "A9999-A1", [1, 2, 3]),
+    ("110 111 111A 112A 112 113", "A110-A113", [0, 1, 2, 3, 4, 5])])
+def test_a_range_is_read_where_its_numbers_rise_along_the_chain(tmp_path, words, text, rows):
+    structure = read_text(tmp_path, "s.pdb", chain_in_order(words).pdb())
+    assert parse_positions(text, structure, ["A"])[0].tolist() == rows
+
+
+@pytest.mark.parametrize("words, text, said", [
+    (FUSION, "A229-A241", "residue 1002 is between its ends"),
+    (FUSION, "A229-A1002", "residue 240 is elsewhere"),
+    ("5P 6P 7P 1 2 3 4 5 6 7", "A5P-A6", "residue 7P is between")])
+def test_a_range_that_holds_other_numbers_than_those_between_its_ends_is_refused(
+        tmp_path, words, text, said):
+    structure = read_text(tmp_path, "s.pdb", chain_in_order(words).pdb())
+    with pytest.raises(ValueError, match=f"position {text} is ambiguous: {said}"):
+        parse_positions(text, structure, ["A"])
+
+
+# ---- the file as a whole ----
+
 @pytest.mark.parametrize("pack", [bytes, gzip.compress], ids=["plain", "packed"])
 def test_a_file_larger_than_any_structure_is_refused_before_it_is_unpacked(
         tmp_path, monkeypatch, pack):
-    monkeypatch.setattr("proteins.structures.MAX_MIB", 1)
+    monkeypatch.setattr("proteins.structure_files.MAX_MIB", 1)
     line = Atoms().add("A", 1, "ALA").pdb().splitlines()[0] + "\n"
     path = write(tmp_path, pack((line * 14_000).encode()), "s.pdb")
     said = refusal(path, read_structure)
@@ -370,7 +468,7 @@ def test_positions_that_are_not_there_or_of_two_kinds_are_refused(small, text):
 
 
 def test_a_position_that_two_readings_fit_is_refused(tmp_path):
-    atoms = Atoms().add("1", 13, "ALA").add("1", 12, "SER").add("1", 2, "CYS").add("11", 2, "GLY")
+    atoms = Atoms().add("1", 2, "CYS").add("1", 12, "SER").add("1", 13, "ALA").add("11", 2, "GLY")
     structure = read_text(tmp_path, "s.cif", atoms.add("A", -3, "ALA").mmcif())
     for text in ("112", "12"):          # chain 1, 12 or chain 11, 2; chain 1, 2 or number 12 from 0
         with pytest.raises(ValueError, match="ambiguous"):
