@@ -3,7 +3,7 @@
     python score_mutations.py v_48_020 5L33.pdb --scan --out scan.csv --picture scan.png
     python score_mutations.py v_48_020 5L33.pdb --mutations list.txt     # A12V, or A12V:G45D
     python score_mutations.py best_model.pt --mutations s2648.csv --measured ddg \\
-        --lower_is_better --correction_weights v_48_020 --out scores.csv --picture scores.png
+        --lower_is_better --out scores.csv --picture scores.png
     python score_mutations.py runs/sedd wild_type.fasta --scan --out scan.csv
     python score_mutations.py runs/sedd --mutations held_out.csv --measured ddg
     python score_mutations.py tuned.pt x.pdb --scan --unmeasured table.csv --top 96 --out next.csv
@@ -11,11 +11,12 @@
 
 A score is ln p(mutant letters) - ln p(wild-type letters) at the mutated residues, given the rest,
 in nats: below 0 if the model prefers the wild type. docs/data.md defines it for both models, and
-has the columns of a table. The result is a CSV table of the same columns and `score`. Lines that do
-not fit their protein are named and left out; if most do not, nothing is scored. --measured COLUMN
-prints Spearman's rank correlation with that column, over all mutations (whole proteins drawn anew
-for its 95 % interval) and per protein with at least ten. --top N of a scan leaves the N highest
-scores, best first, without the mutations of the table --unmeasured: what to measure next
+has the columns of a table. The result is a CSV table of the same columns, `score` and `scored_by`.
+Weights that train_dpo_ddp.py made say how their scores are corrected, and this is done. Lines that
+do not fit their protein are named and left out; if most do not, nothing is scored. --measured
+COLUMN prints Spearman's rank correlation with that column, over all mutations (whole proteins drawn
+anew for its 95 % interval) and per protein with at least ten. --top N of a scan leaves the N
+highest scores, best first, without the mutations of the table --unmeasured: what to measure next
 (docs/rounds.md). Which model the weights are of is told from their file. The result is written
 whole or not at all; wrong input ends with one message and exit code 2.
 """
@@ -35,10 +36,11 @@ import numpy as np
 import torch
 
 from ddp_setup import print0
+from mpnn.model import ProteinMPNN
+from mpnn.record import TrainingRecord, find_base, read_record
 from mpnn.variants import Scoring
 from mpnn.variants import score_proteins as score_with_proteinmpnn
-from mpnn.weights import (find_weights, is_proteinmpnn, load_proteinmpnn, model_of,
-                          read_weights)
+from mpnn.weights import find_weights, is_proteinmpnn, model_of, read_weights
 from proteins.csv_files import MAX_LISTED, describe_duplicates
 from proteins.mutations import (measured_values, place_all, place_on_sequences, read_mutations,
                                 refuse_long, scan_sequence, scan_structure)
@@ -49,7 +51,7 @@ from proteins.scores import (check_measured, check_no_score, correlate_proteins,
                              table_text)
 from proteins.seeds import content_key
 from proteins.sequences import named_sequences
-from proteins.structures import FORMATS, describe_modified
+from proteins.structures import FORMATS, describe_reading
 from sedd.variants import mask_of
 from sedd.variants import score_proteins as score_with_sedd
 from sedd.weights import load_sedd
@@ -64,8 +66,8 @@ from training.tool import open_output, run_tool, show_on_rank_0
 
 
 # Options that the weights of one model alone use.
-PROTEINMPNN_OPTIONS = ("also", "correct_unfolded", "correction_weights", "fixed_chains", "orders",
-                       "batch_size")
+PROTEINMPNN_OPTIONS = ("also", "correct_unfolded", "correction_weights", "no_correction",
+                       "fixed_chains", "orders", "batch_size")
 SEDD_OPTIONS = ("no_ema", "bfloat16", "tokens")
 
 
@@ -74,6 +76,8 @@ SEDD_OPTIONS = ("no_ema", "bfloat16", "tokens")
 class VariantScorer(NamedTuple):
     """A model that scores variants."""
     weights: str            # hash
+    scored_by: str          # which weights, for the table
+    notes: list             # lines for the user on these
     is_sedd: bool           # it sees the mutated chain's sequence alone, else structures
     ca_only: bool           # of a structure it sees CA atoms alone
     longest: float          # residues of a protein
@@ -95,35 +99,55 @@ def load_scorer(args, ddp):
         raise ValueError(f"there is no file {path}; expected weights of SEDD (a checkpoint, run "
                          "folder or exported folder) or of ProteinMPNN (a file, or a published "
                          "name such as v_48_020).")
-    model = proteinmpnn_in(path)
-    if model is None:
-        return load_for_sequences(path, args, ddp)
-    return load_for_structures(model, args, ddp)
-
-
-def proteinmpnn_in(path):
-    """The ProteinMPNN in a file; None for another's weights. Raises ValueError."""
     content = read_weights(path)
     if not is_proteinmpnn(content):
-        return None
-    return model_of(content, path, product=fast_linear)
+        return load_for_sequences(path, args, ddp)
+    return load_for_structures(weights_of(args.weights, path, content), args, ddp)
 
 
-def load_for_structures(first_model, args, ddp):
-    """The VariantScorer of a ProteinMPNN, and of further ones that the command line names."""
+class Weights(NamedTuple):
+    """The ProteinMPNN of a file."""
+    name: str                       # as the command line names it
+    path: Path
+    model: ProteinMPNN
+    record: TrainingRecord | None   # of its training, if the file has one
+
+
+class Correction(NamedTuple):
+    """What is subtracted from a score: that of the mutated residues alone, or nothing."""
+    name: str                   # of the weights by which; "" for none
+    model: ProteinMPNN | None
+    reason: str
+
+
+NO_CORRECTION = Correction("", None, "no correction")
+
+
+def load_weights(name):
+    """The Weights that the command line names. Raises ValueError."""
+    path = find_weights(name)
+    return weights_of(name, path, read_weights(path))
+
+
+def weights_of(name, path, content):
+    """The Weights of what a file holds. Raises ValueError."""
+    model = model_of(content, path, product=fast_linear)
+    return Weights(name, path, model, read_record(content, path))
+
+
+def load_for_structures(first, args, ddp):
+    """The VariantScorer of a ProteinMPNN, and of further ones that the command line names.
+
+    first: Weights."""
     refuse_options(args, SEDD_OPTIONS, "ProteinMPNN; expected it with those of SEDD")
-    models = [first_model, *load_models(args.also)]
-    corrections = [None] * len(models)
-    loaded = models
-    if args.correct_unfolded:
-        corrections = models
-        loaded = [*models, *models]
-    elif args.correction_weights:
-        corrections = load_models(args.correction_weights)
-        loaded = [*models, *corrections]
+    scoring_weights = [first, *map(load_weights, args.also)]
+    pairs = [(weights, choose_correction(weights, number, args))
+             for number, weights in enumerate(scoring_weights)]
+    models = [(weights.model, correction.model) for weights, correction in pairs]
+    loaded = [model for pair in models for model in pair if model is not None]
     for model in loaded:
         model.eval().to(ddp.device)
-    ca_only = models[0].ca_only
+    ca_only = first.model.ca_only
     if any(model.ca_only != ca_only for model in loaded):
         named = " ".join([args.weights, *args.also, *args.correction_weights])
         raise ValueError(f"found weights {named}: some of a CA-only model, some for full "
@@ -139,18 +163,68 @@ def load_for_structures(first_model, args, ddp):
 
         model_scores = [score_with_proteinmpnn(model, structures, variants, scoring, correction,
                                                done_by_one_model, ddp)
-                        for model, correction in zip(models, corrections)]
+                        for model, correction in models]
         return [np.mean(scores, axis=0) for scores in zip(*model_scores)]
 
     # With their number: further weights are not those of a correction.
     weights = f"{len(models)} {' '.join(hash_of(model.state_dict()) for model in loaded)}"
-    return VariantScorer(weights, is_sedd=False, ca_only=ca_only, longest=float("inf"),
-                         score=score)
+    return VariantScorer(weights, "; ".join(text_of_pair(*pair) for pair in pairs),
+                         notes_on_pairs(pairs), is_sedd=False, ca_only=ca_only,
+                         longest=float("inf"), score=score)
 
 
-def load_models(names):
-    """The ProteinMPNNs of weights that the command line names."""
-    return [load_proteinmpnn(find_weights(name), product=fast_linear) for name in names]
+def choose_correction(weights, number, args):
+    """The Correction of weights, which are of this number on the command line: the one that its
+    options ask for, or else that of their training. Raises ValueError."""
+    if args.no_correction:
+        return NO_CORRECTION._replace(reason="no correction, as asked for")
+    if args.correct_unfolded:
+        return Correction(weights.name, weights.model, "corrected by the weights themselves")
+    if args.correction_weights:
+        other = load_weights(args.correction_weights[number])
+        return Correction(other.name, other.model, "corrected as given")
+    record = weights.record
+    if record is None:
+        return NO_CORRECTION
+    if not record.is_corrected:
+        return NO_CORRECTION._replace(
+            reason=f"no correction, as in training (reference: {record.reference})")
+    name, model = find_base(record, weights.path, fast_linear)
+    return Correction(name, model, "corrected by the base weights, as in training")
+
+
+def text_of_pair(weights, correction):
+    """Weights and those of their correction, for the column scored_by."""
+    return f"{weights.name} - {correction.name}" if correction.name else weights.name
+
+
+def notes_on_pairs(pairs):
+    """A line on each pair of Weights and Correction, and a warning where these do not fit."""
+    notes = []
+    for weights, correction in pairs:
+        notes.append(f"scored by {text_of_pair(weights, correction)}: {correction.reason}")
+        notes += describe_misfit(weights, correction)
+    return notes
+
+
+def describe_misfit(weights, correction):
+    """List of a warning, if the correction is another than that of the training."""
+    record = weights.record
+    if record is None:
+        return []
+    expected = record.base_hash if record.is_corrected else ""
+    found = ""
+    if correction.model is not None:
+        found = hash_of(correction.model.state_dict())
+    if found == expected:
+        return []
+    fits = "without a correction"
+    if expected:
+        fits = f"corrected by {record.base} (hash {expected})"
+    how = f"are corrected by {correction.name} (hash {found})" if found else "are not corrected"
+    return [f"ATTENTION: {weights.name} was trained with its scores {fits}; here they {how}. They "
+            "may rank worse. Without --correct_unfolded, --correction_weights and --no_correction "
+            "the correction of the training is taken."]
 
 
 def load_for_sequences(path, args, ddp):
@@ -168,8 +242,8 @@ def load_for_sequences(path, args, ddp):
             [protein.changes for protein in proteins], done, args.tokens, dtype, ddp)
 
     # Letters alone matter: of a structure, a residue that has a CA atom is there.
-    return VariantScorer(hash_of(sedd.model.state_dict()), is_sedd=True, ca_only=True,
-                         longest=sedd.max_length, score=score)
+    return VariantScorer(hash_of(sedd.model.state_dict()), args.weights, [], is_sedd=True,
+                         ca_only=True, longest=sedd.max_length, score=score)
 
 
 def refuse_options(args, names, weights):
@@ -253,7 +327,8 @@ def place_table(table, args, scorer, ddp):
         if args.chains and len(args.chains) == 1:
             chain = args.chains[0]
         proteins, note = place_all(table, protein, chain, args.fixed_chains,
-                                   see_all=not scorer.is_sedd, ca_only=scorer.ca_only)
+                                   see_all=not scorer.is_sedd, ca_only=scorer.ca_only,
+                                   option=" (or --chains)")
     if note:
         print0(ddp, note, file=sys.stderr)
     return proteins
@@ -295,7 +370,7 @@ def describe(proteins, scorer):
         if not scorer.is_sedd:
             line += f"; context chains {' '.join(structure.fixed) or '(none)'}"
         lines.append(line)
-    modified = describe_modified(protein.structure for protein in proteins)
+    modified = describe_reading(protein.structure for protein in proteins)
     if modified:
         lines.append(modified)
     return "\n".join(lines)
@@ -341,8 +416,10 @@ def make_parser():
     add("--correct_unfolded", action="store_true",
         help="subtract the score of each mutated residue alone")
     add("--correction_weights", action="append", default=[], metavar="WEIGHTS",
-        help="the same by other weights, such as the base weights of fine-tuned ones; once, or "
-             "once more for each --also")
+        help="the same by other weights; once, or once more for each --also. Default: as the "
+             "weights were trained")
+    add("--no_correction", action="store_true",
+        help="subtract nothing, however the weights were trained")
     add("--orders", type=int, default=4, metavar="N",
         help="decoding orders that scores are averaged over (default 4)")
     add("--batch_size", type=int, default=8, metavar="N",
@@ -388,9 +465,11 @@ def read_arguments(argv):
 
 def check_correction(args):
     """ValueError for options of the correction for the unfolded state that do not fit together."""
-    if args.correct_unfolded and args.correction_weights:
-        raise ValueError("found --correct_unfolded with --correction_weights, which are two ways "
-                         "of one correction; expected one of them.")
+    given = [f"--{name}" for name in ("correct_unfolded", "correction_weights", "no_correction")
+             if getattr(args, name)]
+    if len(given) > 1:
+        raise ValueError(f"found {' with '.join(given)}, which say how scores are corrected; "
+                         "expected one of them.")
     n_weights = 1 + len(args.also)
     if args.correction_weights and len(args.correction_weights) != n_weights:
         raise ValueError(f"found {n_weights} weights and {len(args.correction_weights)} "
@@ -454,6 +533,8 @@ def run(args, ddp):
     weights = ", ".join([args.weights, *args.also])
     print0(ddp, f"{describe(proteins, scorer)}\n{ddp.device}: {weights}, {n:,} variants of "
                 f"{len(proteins):,} protein(s)", file=sys.stderr)
+    for note in scorer.notes:
+        print0(ddp, textwrap.fill(note, 80, subsequent_indent="  "), file=sys.stderr)
     with open_output(args.out, ddp) as write:
         with progress_bar(ddp.is_main, unit=" variants") as bar:
             def advance(scored, total):
@@ -465,10 +546,10 @@ def run(args, ddp):
         chosen = []
         if args.top:
             chosen = choose_proposals(proteins, scores, measured, args.top, args.per_position)
-            write(table_text(*in_order(proteins, scores, chosen), folder))
+            write(table_text(*in_order(proteins, scores, chosen), scorer.scored_by, folder))
             print0(ddp, describe_proposals(chosen, args.top, args.per_position), file=sys.stderr)
         else:
-            write(table_text(proteins, scores, folder))
+            write(table_text(proteins, scores, scorer.scored_by, folder))
     if args.measured or args.picture:
         marks = marks_of(proteins, measured, chosen) if args.top else None
         show_on_rank_0(lambda: describe_result(args, proteins, scores, marks), ddp)

@@ -40,7 +40,7 @@ round() {     # round PROTEIN SIZE SEED: prints the two correlations
     --train_data "$FOLDER/drawn.csv" --measured "$measured" --better higher \
     --base_model_name "$BASE" --work_dir "$FOLDER/run" >> "$FOLDER/log" 2>&1
   echo "$(spearman "$BASE" --correct_unfolded)" \
-    "$(spearman "$FOLDER/run/latest_model.pt" --correction_weights "$BASE")"
+    "$(spearman "$FOLDER/run/latest_model.pt")"
 }
 
 mkdir -p "$FOLDER"

@@ -67,13 +67,12 @@ row no v_48_020 --correct_unfolded
 designs no v_48_020
 for seed in $SEEDS; do
   train "seed_$seed" "$seed" v_48_020
-  row "seed $seed" "$FOLDER/seed_$seed/latest_model.pt" --correction_weights v_48_020
+  row "seed $seed" "$FOLDER/seed_$seed/latest_model.pt"
   designs "seed $seed" "$FOLDER/seed_$seed/latest_model.pt"
 done
 for base in v_48_010 v_48_030; do
   train "from_$base" 0 $base
 done
-row "three weights" "$FOLDER/seed_${SEEDS%% *}/latest_model.pt" --correction_weights v_48_020 \
-  --also "$FOLDER/from_v_48_010/latest_model.pt" --correction_weights v_48_010 \
-  --also "$FOLDER/from_v_48_030/latest_model.pt" --correction_weights v_48_030
+row "three weights" "$FOLDER/seed_${SEEDS%% *}/latest_model.pt" \
+  --also "$FOLDER/from_v_48_010/latest_model.pt" --also "$FOLDER/from_v_48_030/latest_model.pt"
 cat "$FOLDER/designs.txt"

@@ -1,13 +1,16 @@
 """The weights that training of ProteinMPNN starts from.
 
     base = load_base(config)                # base.model, on the CPU
+    record = record_of(config, base, folder, uses_reference=True)   # for the trained weights
 """
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpnn.model import ProteinMPNN, random_proteinmpnn
+from mpnn.record import TrainingRecord, read_record
 from mpnn.weights import (EXAMPLES, INSTALL, WHERE_PUBLISHED, in_folder, in_package, is_published,
-                          load_proteinmpnn)
+                          kind_of, model_of, read_weights)
 from training.fast_linear import fast_linear
 from training.resume import hash_of
 
@@ -17,20 +20,48 @@ class Base(NamedTuple):
     model: ProteinMPNN
     text: str                   # which weights, for the user
     hash: str                   # of the weights
+    path: Path | None = None    # of their file; None of random ones
+    record: TrainingRecord | None = None    # of the training that made them, if the file has one
 
 
 def load_base(config: Any) -> Base:
     """The base weights that a config names. Raises: ValueError."""
+    path = None
+    record = None
     if config.model.base_model_name != "random":
         path, note = path_of_base(config.model)
-        model = load_proteinmpnn(str(path), config.model.dropout, fast_linear)
+        content = read_weights(path)
+        model = model_of(content, path, config.model.dropout, fast_linear)
+        record = read_record(content, path)
         text = f"{path}{note}, trained with {model.noise_level:g} Angstrom of noise"
     else:
         seed = config.training.seed
         model = random_proteinmpnn(seed, **vars(config.model.random), dropout=config.model.dropout,
                                    product=fast_linear)
         text = f"RANDOM weights from seed {seed}: for demonstrations and tests only"
-    return Base(model, text, hash_of(model.state_dict()))
+    return Base(model, text, hash_of(model.state_dict()), path, record)
+
+
+def record_of(config: Any, base: Base, folder: str | Path, uses_reference: bool) -> TrainingRecord:
+    """The record of a run. folder: where its weights are written. uses_reference: whether its loss
+    does."""
+    base_file = ""
+    name = config.model.base_model_name
+    if base.path is not None:
+        base_file = os.path.relpath(os.path.realpath(base.path), os.path.realpath(folder))
+        name = published_name(config.model) or str(base.path)
+    reference = config.loss.reference if uses_reference else "none"
+    return TrainingRecord(name, base_file, base.hash, reference, config.loss.unit)
+
+
+def published_name(section):
+    """The published name, with its kind, of what a config's section model names; "" if it is none.
+    """
+    name = section.base_model_name
+    if not is_published(name, section.base_model_dir):
+        return ""
+    kind, stem = kind_of(name, section.base_model_dir)
+    return stem if kind == "vanilla" else f"{kind}/{stem}"
 
 
 def path_of_base(section):

@@ -40,8 +40,9 @@ class Report(NamedTuple):
         if self.mean is not None:
             lines.append(f"Spearman {self.mean}: mean of {self.mean.n:,} protein(s) with {LEAST} "
                          "mutations or more")
-        for name, estimate in self.proteins.items():
-            lines.append(f"  {estimate}: {name}, {estimate.n} mutations")
+        if self.n_proteins > 1:     # of one protein it is said already
+            for name, estimate in self.proteins.items():
+                lines.append(f"  {estimate}: {name}, {estimate.n} mutations")
         return lines
 
 
@@ -68,9 +69,11 @@ def correlate(scores: Sequence[float], measured: Sequence[float], proteins: Sequ
         if here.sum() >= LEAST:
             own = np.arange(here.sum())
             estimates[str(name)] = estimate(scores[here], measured[here], random, own)
-    # Whole proteins are drawn. With one protein, its mutations are drawn instead.
-    unit = protein if len(names) > 1 else np.arange(len(scores))
-    overall = estimate(scores, measured, random, unit)
+    if len(names) == 1 and estimates:
+        overall, = estimates.values()       # one number has one interval
+    else:   # Whole proteins are drawn. With one protein, its mutations are drawn instead.
+        unit = protein if len(names) > 1 else np.arange(len(scores))
+        overall = estimate(scores, measured, random, unit)
     values = np.array([one.value for one in estimates.values() if np.isfinite(one.value)])
     mean = None
     if len(values) > 1:     # that of one protein would be said to be certain

@@ -3,7 +3,7 @@
     measured = measured_sites(table_proteins)               # of a table, from place_all
     proteins = keep_measured_chains(scanned, table_proteins, "table.csv")
     chosen = choose_proposals(proteins, scores, measured, top=96, per_position=3)
-    text = table_text(*in_order(proteins, scores, chosen), folder)      # proteins/scores.py
+    text = table_text(*in_order(proteins, scores, chosen), scored_by, folder)   # scores.py
 
 A mutation is known by the content of its chain, not by the name of a file: a copy of a structure is
 the same protein, and one that has other residues or numbers is another. No model here. Writes

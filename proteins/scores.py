@@ -1,7 +1,7 @@
 """Scores of the variants of many proteins: as a table, and against what was measured.
 
     proteins, note = place_all(read_mutations("s2648.csv", measured="ddg"))
-    text = table_text(proteins, scores, folder)             # CSV; scores: (n,) of each protein
+    text = table_text(proteins, scores, "v_48_020", folder)     # CSV; scores: (n,) of each protein
     report = correlate_proteins(proteins, scores, lower_is_better=True)
     print(report_text(report, "ddg", lower_is_better=True))
 
@@ -18,25 +18,29 @@ import numpy as np
 from proteins.correlation import FEWEST, Report, correlate
 from proteins.mutations import MutationTable, Protein
 
-SCORE = "score"         # the column that is added to a table
+# The columns that are added to a table.
+SCORE = "score"
+SCORED_BY = "scored_by"
 
 
 def check_no_score(table: MutationTable) -> None:
-    """ValueError for a table that has a column of the name of the result."""
-    if SCORE in table.variants[0].cells:
-        raise ValueError(f"{table.path} has a column {SCORE}, which is the name of the result; "
-                         "expected another name for it.")
+    """ValueError for a table that has a column of the name of a result."""
+    found = [name for name in (SCORE, SCORED_BY) if name in table.variants[0].cells]
+    if found:
+        raise ValueError(f"{table.path} has a column {' and a column '.join(found)}, which is the "
+                         "name of a result; expected another name for it.")
 
 
-def table_text(proteins: list[Protein], scores: list[np.ndarray], folder: Path) -> str:
-    """CSV of the variants, protein by protein: their own columns and their score. Columns that name
-    the protein come first if the variants lack them, as those of a list do. Paths are relative to
-    `folder`, as those of a table in it."""
+def table_text(proteins: list[Protein], scores: list[np.ndarray], scored_by: str,
+               folder: Path) -> str:
+    """CSV of the variants, protein by protein: their own columns, their score, and by which weights
+    it is. Columns that name the protein come first if the variants lack them, as those of a list
+    do. Paths are relative to `folder`, as those of a table in it."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     columns = list(proteins[0].variants[0].cells)
     added = [name for name in naming_cells(proteins[0], folder) if name not in columns]
-    writer.writerow([*added, *columns, SCORE])
+    writer.writerow([*added, *columns, SCORE, SCORED_BY])
     files = {variant.pdb_file for protein in proteins for variant in protein.variants}
     paths = {file: relative_path(file, folder) for file in files - {None}}
     for protein, scores_of_variants in zip(proteins, scores):
@@ -45,7 +49,8 @@ def table_text(proteins: list[Protein], scores: list[np.ndarray], folder: Path) 
             cells = dict(variant.cells)
             if variant.pdb_file is not None:
                 cells["pdb_file"] = paths[variant.pdb_file]
-            writer.writerow([*(own[name] for name in added), *cells.values(), written(score)])
+            writer.writerow([*(own[name] for name in added), *cells.values(), written(score),
+                             scored_by])
     return text.getvalue()
 
 

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import shutil
 import sys
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 
 import score_mutations
 from ddp_setup import Ddp
-from launchers import ROOT, fork_ranks
+from launchers import ROOT, Printed, fork_ranks
 from mpnn.demo import PHI_PSI, build_backbone
 from mpnn.model import random_proteinmpnn, to_checkpoint
 from mpnn.weights import in_package, load_proteinmpnn
@@ -24,6 +25,7 @@ from proteins.structures import NAMES, Complex, read_structure
 from sedd.variants import variant_scores
 from sedd.weights import load_sedd
 from sedd_cases import write_checkpoint
+from training.resume import hash_of
 from training_runs import one_thread  # noqa: F401 (a fixture for all)
 
 NATIVE = "MKTAYIAKQRQ"           # numbered from 10
@@ -68,7 +70,7 @@ def command(folder, capsys):
             end_code = end.code
         out, err = capsys.readouterr()
         assert end_code == code, err
-        return list(csv.DictReader(io.StringIO(out))), err
+        return list(csv.DictReader(io.StringIO(out))), Printed(err)
     return run
 
 
@@ -145,6 +147,99 @@ def test_several_weights_score_by_their_mean_each_with_its_own_correction(
     assert "w.pt, other.pt, 2 variants of 1 protein(s)" in err
 
 
+# ---- the correction that weights were trained with ----
+
+def write_tuned(model, folder="run", **record):
+    """Writes FOLDER/tuned.pt: weights with the record of a training from other.pt."""
+    Path(folder).mkdir(exist_ok=True)
+    base = load_proteinmpnn("other.pt")
+    record = {"base": "other.pt", "base_file": "../other.pt", "unit": "table",
+              "base_hash": hash_of(base.state_dict()), "reference": "unfolded", **record}
+    torch.save(to_checkpoint(model, training_record=record), f"{folder}/tuned.pt")
+    return f"{folder}/tuned.pt"
+
+
+@pytest.fixture
+def tuned(folder):
+    """Path of weights that were trained from other.pt with loss.reference unfolded."""
+    return write_tuned(random_proteinmpnn(6, hidden_size=16, num_edges=6))
+
+
+def test_weights_are_corrected_by_the_base_that_they_were_trained_from(tuned, score):
+    rows, said = score("K11W\nK11W:A13G\n", "one.pdb", weights=tuned)
+    given, _ = score("K11W\nK11W:A13G\n", "one.pdb", "--correction_weights", "other.pt",
+                     weights=tuned)
+    plain, _ = score("K11W\nK11W:A13G\n", "one.pdb", "--no_correction", weights=tuned)
+    assert rows == given and scores_of(rows) != scores_of(plain)
+    assert {row["scored_by"] for row in rows} == {"run/tuned.pt - other.pt"}
+    assert {row["scored_by"] for row in plain} == {"run/tuned.pt"}
+    assert said.count("scored by run/tuned.pt - other.pt: ") == 1 and "ATTENTION" not in said
+
+
+def test_weights_find_their_base_from_any_folder(tuned, command, folder, monkeypatch):
+    rows, _ = command(tuned, "one.pdb", "--scan")
+    monkeypatch.chdir(folder / "run")
+    again, _ = command("tuned.pt", "../one.pdb", "--scan")
+    assert scores_of(again) == scores_of(rows)
+    assert again[0]["scored_by"] == "tuned.pt - ../other.pt"
+
+
+def test_a_base_by_its_published_name_is_found_where_its_file_is_elsewhere(
+        tuned, score, folder, monkeypatch):
+    (folder / "vanilla_model_weights").mkdir()
+    shutil.copy("other.pt", "vanilla_model_weights/v_48_020.pt")
+    write_tuned(random_proteinmpnn(6, hidden_size=16, num_edges=6), base="v_48_020",
+                base_file="../gone.pt")
+    rows, _ = score("K11W\n", "one.pdb", weights=tuned)
+    assert rows[0]["scored_by"] == "run/tuned.pt - v_48_020"
+
+
+@pytest.mark.parametrize("reference", ["base", "none"])
+def test_weights_of_another_reference_are_not_corrected(reference, model, score):
+    tuned = write_tuned(model, reference=reference)
+    rows, said = score("K11W\n", "one.pdb", weights=tuned)
+    plain, _ = score("K11W\n", "one.pdb", "--no_correction", weights="w.pt")    # the same model
+    assert scores_of(rows) == scores_of(plain)
+    assert f"reference: {reference}" in said and "ATTENTION" not in said
+
+
+def test_each_of_several_weights_has_the_correction_of_its_own_training(tuned, score):
+    rows, said = score("K11W\n", "one.pdb", "--also", "w.pt", weights=tuned)
+    one, _ = score("K11W\n", "one.pdb", weights=tuned)
+    other, _ = score("K11W\n", "one.pdb")
+    assert scores_of(rows) == pytest.approx([np.mean(scores_of(one) + scores_of(other))],
+                                            abs=2e-5)
+    assert rows[0]["scored_by"] == "run/tuned.pt - other.pt; w.pt"
+    assert "scored by w.pt: no correction\n" in said
+
+
+@pytest.mark.parametrize("options, fits", [
+    ("--correction_weights other.pt", True), ("--correction_weights w.pt", False),
+    ("--correct_unfolded", False), ("--no_correction", False)])
+def test_a_correction_that_is_not_that_of_the_training_is_said(options, fits, tuned, score):
+    _, said = score("K11W\n", "one.pdb", *options.split(), weights=tuned)
+    assert said.count("ATTENTION: run/tuned.pt was trained") == (not fits)
+
+
+def test_a_correction_that_training_did_not_make_is_said(model, score):
+    tuned = write_tuned(model, reference="base")
+    _, said = score("K11W\n", "one.pdb", "--correct_unfolded", weights=tuned)
+    assert said.count("ATTENTION: run/tuned.pt was trained") == 1
+
+
+@pytest.mark.parametrize("record, said", [
+    ({"base_file": "../none.pt"}, "no file"),
+    ({"base_file": "../w.pt"}, "which holds other weights (hash"),
+    ({"base_file": "../sedd.pt"}, "sedd.pt"),
+    ({"base": "random", "base_file": ""}, "found nothing"),
+    ({"base": 3}, "has 3 as base"),
+    ({"reference": "folded"}, "has 'folded' as reference"),
+    ({"unit": None}, "has None as unit")])
+def test_without_the_base_of_its_training_nothing_is_scored(record, said, model, score):
+    _, err = score("K11W\n", "one.pdb", weights=write_tuned(model, **record), code=2)
+    assert said in err and err.count("error: ") == 1
+
+
 @pytest.mark.parametrize("other", [
     ["--seed", "1"], ["--orders", "5"], ["--mutable_positions", "A10-A11"], ["--top", "3"]])
 def test_what_ranks_have_to_share_changes_with(other, folder):
@@ -201,7 +296,7 @@ def test_the_correlation_with_a_measured_column_is_printed(options, sign, score)
                    *options)
     bound = f"{sign:.3f}"
     assert f"Spearman {bound} [{bound}, {bound}]: 10 mutations of 1 protein(s)" in err
-    assert f"  {bound} [{bound}, {bound}]: one.pdb A, 10 mutations" in err
+    assert err.count(f"[{bound}, {bound}]") == 1    # of one protein, one number
 
 
 def test_rows_of_one_variant_are_told(score):
@@ -222,7 +317,8 @@ GSHHW,W5A,0.25,f
 
 def test_a_table_of_sequences_comes_back_protein_by_protein_with_its_scores(score):
     rows, _ = score(TABLE, weights="sedd.pt")
-    assert list(rows[0]) == ["sequence", "mutation", "ddg", "note", "score"]
+    assert list(rows[0]) == ["sequence", "mutation", "ddg", "note", "score",
+                             "scored_by"]
     assert [row["note"] for row in rows] == ["a", "c, d", "b", "f", "e"]
     sedd = load_sedd("sedd.pt")
     expected = [*variant_scores(sedd, "MKTAYIAKQ", [[(0, 0)], [(1, 18), (8, 0)]]),
@@ -259,7 +355,7 @@ def test_of_a_structure_the_sequence_of_the_chain_is_scored(score, folder):
     rows, _ = score("pdb_file,chain,mutation\nca.pdb,A,W13A\n", weights="sedd.pt")
     expected, = variant_scores(load_sedd("sedd.pt"), "MKXW", [[(3, 0)]])
     assert rows == [{"pdb_file": "ca.pdb", "chain": "A", "mutation": "W13A",
-                     "score": f"{expected:.5f}"}]
+                     "score": f"{expected:.5f}", "scored_by": "sedd.pt"}]
 
 
 def test_a_scan_of_a_structure_takes_each_chain_alone(command):
@@ -275,7 +371,7 @@ def test_the_correlation_is_that_of_the_table_that_is_written(score):
                     weights="sedd.pt")
     _, *rows = csv.reader(Path("s.csv").read_text().splitlines())
     proteins, _ = place_on_sequences(read_mutations("m.csv", "ddg"))
-    report = correlate_proteins(proteins, [np.array([float(row[-1]) for row in rows])], True)
+    report = correlate_proteins(proteins, [np.array([float(row[-2]) for row in rows])], True)
     assert said.partition("written: s.csv\n")[2].splitlines()[1:] == report.lines()
 
 
@@ -331,6 +427,9 @@ score_mutations.main()
     ("K11W\n", "", "found 0 protein(s) on the command line, and m.csv without a column pdb_file"),
     ("K11W\n", "one.pdb two.pdb", "found 2 protein(s) on the command line"),
     ("K11W\n", "two.pdb", "has the protein chains A B; expected one"),
+    ("K11W\n", "two.pdb", "a column chain (or --chains), which says"),
+    ("pdb_file,chain,mutation\ntwo.pdb,,K11W\n", "",
+     "expected one of them in the column chain, which is empty"),
     ("K11W\n", "two.pdb --chains A B", "found --chains A B with --mutations"),
     ("K11W\n", "two.pdb --chains Z", "found chain Z"),
     ("K11W\n", "wild.fasta", "found wild.fasta; expected a structure for weights of ProteinMPNN"),
@@ -339,6 +438,8 @@ score_mutations.main()
     ("K11W\n", "one.pdb --lower_is_better", "found --lower_is_better without --measured"),
     ("K11W\n", "one.pdb --measured ddg", "is a list; expected a table"),
     ("K11W\n", "one.pdb --correct_unfolded --correction_weights w.pt", "expected one of them"),
+    ("K11W\n", "one.pdb --no_correction --correction_weights w.pt", "expected one of them"),
+    ("K11W\n", "one.pdb --no_correction --correct_unfolded", "expected one of them"),
     ("K11W\n", "one.pdb --also w.pt --correction_weights w.pt", "found 2 weights and 1"),
     ("K11W\n", "one.pdb --also sedd.pt", "sedd.pt"),
     ("K11W\n", "one.pdb --also none.pt", "There is no file none.pt"),
@@ -350,6 +451,7 @@ score_mutations.main()
     ("K11W\n", "one.pdb --picture p.jpg", "expected a name that ends in .png"),
     ("K11W\n", "one.pdb --orders 0", "found --orders 0; expected at least 1"),
     ("mutation,score\nK11W,2\n", "one.pdb", "m.csv has a column score"),
+    ("mutation,scored_by\nK11W,2\n", "one.pdb", "m.csv has a column scored_by"),
     ("pdb_file,mutation\none.pdb,K11W\n", "one.pdb",
      "found 1 protein(s) on the command line, and m.csv with a column pdb_file"),
     ("pdb_file,chain,mutation\none.pdb,A,K11W\ntwo.pdb,A,W999A\n", "--out two.pdb",
@@ -370,6 +472,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(text, options, said
 @pytest.mark.parametrize("text, options, said", [
     (TABLE, "--correct_unfolded", "found --correct_unfolded with weights of SEDD"),
     (TABLE, "--also w.pt", "found --also with weights of SEDD"),
+    (TABLE, "--no_correction", "found --no_correction with weights of SEDD"),
     (TABLE, "--orders 2", "found --orders with weights of SEDD"),
     (TABLE, "--chains A", "found --chains with sequences"),
     (TABLE, "--measured ddG", "m.csv has no column ddG"),

@@ -35,10 +35,12 @@ def hidden_values():
 def propose(weights, out):
     """The mutations of a plate, by the command."""
     score_mutations.main([str(weights), "s0.pdb", "--scan", "--orders", "1", "--top", str(PLATE),
-                          "--correction_weights", "w.pt", "--per_position", str(PER_POSITION),
-                          "--unmeasured", "table.csv", "--out", out])
+                          "--per_position", str(PER_POSITION), "--unmeasured", "table.csv",
+                          "--out", out])
     with open(out) as file:
-        return [row["mutation"] for row in csv.DictReader(file)]
+        rows = list(csv.DictReader(file))
+    assert {row["scored_by"] for row in rows} == {f"{weights} - w.pt"}     # as they were tuned
+    return [row["mutation"] for row in rows]
 
 
 def test_three_rounds_find_better_variants_than_a_random_plate(tmp_path, monkeypatch):

@@ -1,0 +1,28 @@
+#!/bin/bash
+# Train from three published weights, one after the other, and print the command that scores by all
+# three: the mean of their scores ranks mutations better than one.
+#   bash jobs/three_weights.sh --train_data megascale.csv data.val_fraction=0.2
+#   CONFIG=configs/dpo_own_table.yaml FOLDER=runs/round1 bash jobs/three_weights.sh \
+#       --train_data table.csv --measured activity --better higher
+# All words go to train_dpo_ddp.py. Runs: FOLDER/v_48_010 and so on. The same command goes on after
+# an interruption.
+set -euo pipefail
+unset CDPATH
+
+# shellcheck source=jobs/lib/help.sh
+source "$(dirname "${BASH_SOURCE[0]}")/lib/help.sh"    # --help
+
+PYTHON=${PYTHON:-python}
+SCRIPT=${SCRIPT:-train_dpo_ddp.py}
+CONFIG=${CONFIG:-configs/dpo_stability.yaml}
+FOLDER=${FOLDER:-runs/three_weights}
+here=$(cd -P "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+[ -e "$CONFIG" ] || CONFIG=$here/$CONFIG
+
+for base in v_48_020 v_48_010 v_48_030; do
+  "$PYTHON" "$here/$SCRIPT" --config "$CONFIG" --base_model_name "$base" \
+    --work_dir "$FOLDER/$base" "$@"
+done
+echo "Score by all three, each corrected by its own base weights:"
+printf '  python score_mutations.py %q --also %q --also %q ...\n' \
+  "$FOLDER"/{v_48_020,v_48_010,v_48_030}/latest_model.pt
