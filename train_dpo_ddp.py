@@ -4,7 +4,7 @@
     mpirun -n 4 python train_dpo_ddp.py --train_data pairs.json --base_model_name v_48_020
     python train_dpo_ddp.py --nproc_per_node 4 --train_data pairs.json loss.name=ipo
     python train_dpo_ddp.py --config configs/dpo_stability.yaml --train_data ddg.csv
-    python train_dpo_ddp.py --config configs/dpo.yaml --plan 1,2,4,8             # what scaling does
+    python train_dpo_ddp.py --config configs/dpo.yaml --plan 1,2,4,8     # scaling, and the memory
 
 Reads preference pairs and their structures (dpo/pairs.py), or with loss.unit table a table of
 measured mutations (docs/data.md), published weights, and optionally a YAML config (keys: below,
@@ -12,8 +12,8 @@ training/config.py and --help). Writes into the run folder (--output_dir, defaul
 runs/CONFIG_NAME): latest_model.pt, and with validation best_model.pt, which other ProteinMPNN
 tools read; metrics.jsonl, config.yaml, status.json; reference/KEY.pt (scores under the base
 weights); checkpoints/last.pt to resume from (the checkpoint before it: last-1.pt); and at the end
-curves.png. The same command again resumes the run. SIGTERM, SIGUSR1, Ctrl-C, the time DDP_DEADLINE
-or a file STOP in the run folder make the run save and exit with code 75.
+or a stop curves.png. The same command again resumes the run. SIGTERM, SIGUSR1, Ctrl-C, the time
+DDP_DEADLINE or a file STOP in the run folder make the run save and exit with code 75.
 
 Runs with the same global batch are equal on any number of ranks, up to rounding. For this, each
 step's micro-batches do not depend on the ranks that compute them, and random numbers are seeded by
@@ -24,6 +24,8 @@ if __name__ == "__main__":   # runs this command again in a child, the rank; thi
     ddp_guard.supervise()
 
 import math
+import os
+import re
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,14 +38,17 @@ from torch.nn.utils import clip_grad_norm_
 from ddp_setup import gradient_sync, optimize_with_ipex, print0, seed_for, wrap_ddp
 from ddp_watch import note_progress
 from dpo import pair_batches, pair_scores, variant_scores, variant_sets
-from dpo.checks import config_problems
+from dpo.checks import config_problems, describe_former_reference
 from dpo.data import load_data
 from dpo.evaluation import (METRICS, evaluate, evaluate_start, mean_metrics, pair_metrics,
                             result_lines, save_model)
+from dpo.memory import describe_memory
+from dpo.pair_files import files_of
 from dpo.plan import Plan
-from dpo.reference import FrozenBase
-from mpnn.base import load_base
+from dpo.reference import WITHOUT_REFERENCE, FrozenBase
+from mpnn.base import load_base, record_of
 from mpnn.batches import to_device
+from mpnn.record import TrainingRecord
 from training.command_line import (add_run_arguments, exit_with, preparing, print_plan, ranks_meet,
                                    read_command)
 from training.config import (CommonMemory, CommonMonitoring, CommonOptim, CommonTraining,
@@ -174,11 +179,13 @@ class Table:
 
 @dataclass
 class Data:
-    train_data: str | None = key(None, may_change=True, per_host=True, flag="--train_data",
-                                 help="file of pairs, or of loss.unit table a table of mutations; "
-                                      "none: demo pairs, for random weights")
-    val_data: str | None = key(None, may_change=True, per_host=True, flag="--val_data",
-                               help="none: val_fraction is split off")
+    train_data: str | tuple[str, ...] | None = key(
+        None, may_change=True, per_host=True, flag="--train_data",
+        help="file or files of pairs, or of loss.unit table of mutations; none: demo pairs, for "
+             "random weights")
+    val_data: str | tuple[str, ...] | None = key(
+        None, may_change=True, per_host=True, flag="--val_data",
+        help="file or files; none: val_fraction is split off")
     val_fraction: float = key(0.1, least=0, below=1,
                               help="of the families of proteins; 0: no validation")
     identity: float = key(0.3, least=0.1, most=1, help="of sequences, from which proteins are of "
@@ -416,6 +423,7 @@ class DpoRun(Run):
     loss_function: Any      # loss_of_pairs or loss_of_tables
     train_set: MicroBatchDataset
     base: FrozenBase
+    record: TrainingRecord  # goes into the files of weights
     epoch_sums: Any         # (12,) float64, of the epoch so far: sums of the log, then of weights
     epoch_began: float = 0.0
 
@@ -434,8 +442,10 @@ def prepare(  # noqa: PLR0913  (what a command line says of a start)
                               f"--base_model_name {former}/latest_model.pt")
     base, data, plan = load_data_and_plan(config, start, ddp)
     network = make_model_and_optimizer(config, start, base, data, ipex, ddp)
-    run = make_run(config, start, data, plan, network, ddp)
+    record = record_of(config, base, start.work_dir, config.loss.name not in WITHOUT_REFERENCE)
+    run = make_run(config, start, data, plan, network, record, ddp)
     lines = describe_data(run, data, network, ddp)
+    lines += describe_former_reference(config, base)
     batch = network.batch_for_scaling
     print_lines(ddp, lines + describe_run(run, start.state, unit_of(config), batch, ddp))
     return run
@@ -502,7 +512,7 @@ def make_model_and_optimizer(  # noqa: PLR0913  (what the two hang on)
     return Network(bare, model, frozen, optimizer, dtype, lr, warmup, batch_for_scaling, precision)
 
 
-def make_run(config, start, data, plan, network, ddp):  # noqa: PLR0913  (all of a run)
+def make_run(config, start, data, plan, network, record, ddp):  # noqa: PLR0913  (all of a run)
     """The DpoRun of a start, at the step where it begins."""
     training = config.training
     n_iters = training.n_iters or training.num_epochs * plan.steps_per_epoch
@@ -524,7 +534,7 @@ def make_run(config, start, data, plan, network, ddp):  # noqa: PLR0913  (all of
         validation=MicroBatchDataset(data.val, config) if data.val else None, n_iters=n_iters,
         steps_per_epoch=plan.steps_per_epoch, micro_batches=start.micro_batches,
         global_batch=start.micro_batches * training.batch_size,
-        meter=make_meter(config, ddp, SEEN), base=network.base,
+        meter=make_meter(config, ddp, SEEN), base=network.base, record=record,
         loss_function=loss_of_tables if config.loss.unit == "table" else loss_of_pairs,
         train_set=MicroBatchDataset(data.train, config), epoch_sums=epoch_sums)
     start.load_optimizer(run, ddp)
@@ -582,8 +592,12 @@ def train(run, ddp, watch):
     the step and the last metrics."""
     config = run.config
     progress = run.progress
+
+    def lines(row, folder):
+        return result_lines(row, progress, folder)
+
     if is_finished(run):
-        return say_finished(run, ddp, lambda row, folder: result_lines(row, progress, folder))
+        return say_finished(run, ddp, lines)
     progress["finished"] = ""   # a finished run continues if n_iters was raised
     log = open_log(run, ddp)
     keep_base_scores(run, ddp)
@@ -625,8 +639,7 @@ def train(run, ddp, watch):
     if trace:
         trace.stop()
     result = {"step": progress["step"], **run.values}
-    return finish_run(run, log, watch, reason, result, time.perf_counter() - began,
-                      lambda: result_lines(result, progress, run.work_dir))
+    return finish_run(run, log, watch, reason, result, time.perf_counter() - began, lines)
 
 
 def report_and_save(run, log, totals, asked, watch, ddp):  # noqa: PLR0913  (a step, and to whom)
@@ -668,25 +681,43 @@ def report_step(run, log, totals, ddp):
     """Show loss, accuracy and rate of a step; returns its metrics by name."""
     values = mean_metrics(totals.sums, totals.count)
     values.update(step_values(run, totals.norm, ddp))
-    log.progress(run.progress["step"], loss=values["loss"],
-                 **{"pairs/s": values["pairs_per_second"]}, acc=values["rewards/accuracies"],
-                 margin=values["rewards/margins"], **bad_steps_field(run))
+    log.progress(run.progress["step"], loss=values["loss"], acc=values["rewards/accuracies"],
+                 margin=values["rewards/margins"], rate=(values["pairs_per_second"], "pairs"),
+                 **bad_steps_field(run))
     return values
 
 
 # ---------------------------------------------------------------- plan
 def describe_plan(config, ranks):
-    """Text: a table with a row for each number of ranks (such as "1,2,4,8"). Uses no device."""
+    """Text: a table with a row for each number of ranks (such as "1,2,4,8"), then the memory. Uses
+    no device. Raises ValueError where training would, except for missing data and weights."""
     unit = unit_of(config)
     numbers, head = plan_head(config.optim, ranks, unit)
     table, problems = plan_table(config, numbers, config.training.batch_size,
                                  f"{f'effective batch ({unit})':>26}")
+    memory = describe_memory(config, planned_data(config))
     return "\n".join([head, *table, *problems,
-                      f"With fewer training {unit} than that, the batch is all {unit}."])
+                      f"With fewer training {unit} than that, the batch is all {unit}.", *memory])
+
+
+def planned_data(config):
+    """The DpoData of a run; None if its files are not here. Raises ValueError for damaged ones."""
+    files = [*files_of(config.data.train_data), *files_of(config.data.val_data)]
+    if not files and config.model.base_model_name != "random":
+        return None
+    if not all(map(os.path.isfile, files)):
+        return None
+    try:
+        ca_only = load_base(config).model.ca_only
+    except ValueError:      # the weights are not here
+        ca_only = False
+    return load_data(config, ca_only)
 
 
 # ---------------------------------------------------------------- main
-SEVERAL_WORDS = ("data.mutable_positions", "data.mutable_ranges")   # their options take more words
+# Keys whose options take more words.
+POSITIONS = ("data.mutable_positions", "data.mutable_ranges")
+FILES = ("data.train_data", "data.val_data")
 
 
 def read_arguments(argv):
@@ -694,18 +725,22 @@ def read_arguments(argv):
     parser = Parser(description=__doc__, allow_abbrev=False, config=Config,
                     epilog="Examples: top of train_dpo_ddp.py.")
     parser.add_argument("--config", help="YAML file; without it the defaults, in runs/dpo")
-    parser.add_key_options(SEVERAL_WORDS)
+    parser.add_key_options((*POSITIONS, *FILES))
     parser.add_argument("--no_cuda", action="store_true", help="the same as --device cpu")
     parser.add_argument("--base_model_config_dir",
                         help="ignored: the sizes of the model are read from the weights")
     add_run_arguments(parser, "--output_dir", "--work_dir")
     options = parser.parse_intermixed_args(argv)
     given = parser.given_keys(options)
-    for name in SEVERAL_WORDS:
+    for name in (*POSITIONS, *FILES):
         if given[name] is not None:   # it also took section.key=value
             words = given[name]
-            options.overrides += [word for word in words if "=" in word]
-            given[name] = " ".join(word for word in words if "=" not in word)
+            taken = [word for word in words if re.match(r"\w+(\.\w+)+=", word)]
+            options.overrides += taken
+            words = [word for word in words if word not in taken]
+            given[name] = " ".join(words)
+            if name in FILES and len(words) > 1:
+                given[name] = words
     config = load_config(Config, options.config, options.overrides, given)
     if given["training.num_epochs"] is not None and config.training.n_iters is not None:
         raise ValueError(f"command line: --num_epochs {given['training.num_epochs']} with "

@@ -1,6 +1,8 @@
 """Keys of train_dpo_ddp.py's config that do not fit each other, as sentences."""
+import os
 from typing import Any
 
+from dpo.pair_files import files_of, named
 from dpo.reference import WITHOUT_REFERENCE
 
 # Keys that are of designed sequences, and say nothing of measured mutations.
@@ -23,14 +25,31 @@ def config_problems(config: Any, without_data: bool) -> list[str]:
     return problems
 
 
+def describe_former_reference(config: Any, base: Any) -> list[str]:
+    """List of a warning, if base weights need a correction of their scores that this training on
+    tables does not make. base: of mpnn.base.load_base."""
+    loss = config.loss
+    if base.record is None or not base.record.is_corrected:
+        return []
+    if loss.unit != "table" or loss.reference == "unfolded":
+        return []
+    return [f"ATTENTION: the base weights were trained with loss.reference unfolded, so their "
+            f"scores fit measured values once corrected by {base.record.base}; this run compares "
+            "scores that are not corrected. Give loss.reference=unfolded."]
+
+
 def check_texts(data):
     """Texts on keys that are given, and empty."""
     problems = []
     for name in ("train_data", "val_data", "mutable_positions", "mutable_ranges"):
         value = getattr(data, name)
-        if value is not None and not value.strip():
+        texts = files_of(value)
+        if value is not None and not all(text.strip() for text in texts or [""]):
             problems.append(f"data.{name} is empty; expected a value. If you do not need this "
                             "key, leave it out")
+        if len(set(map(os.path.realpath, texts))) < len(texts):
+            problems.append(f"data.{name} names a file twice, of {named(value)}; expected each "
+                            "once")
     if data.mutable_positions is not None and data.mutable_ranges is not None:
         problems.append("data.mutable_positions and data.mutable_ranges are given together; "
                         "expected one of them")

@@ -14,14 +14,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dpo.demo import demo_pairs
-from dpo.pair_files import read_both
+from dpo.pair_files import named, read_both
 from dpo.pairs import Pair, describe, read_pairs
 from dpo.variant_sets import VariantSet, has_pair, make_variant_set
 from proteins.csv_files import describe_duplicates
 from proteins.identity import MOST_ALIGNED, hold_out_families
 from proteins.letters import decode
-from proteins.mutations import measured_values, place_all, read_mutations
+from proteins.mutations import Protein, measured_values, place_all, read_mutations
 from proteins.seeds import content_hash, content_key
+from proteins.structures import describe_reading
 
 MOST_MISSED = 2     # warn if the held-out fraction misses val_fraction by a larger factor
 
@@ -65,15 +66,18 @@ def load_pairs(data: Any, seed: int, ca_only: bool = False,
     def read(path):
         return read_pairs(path, structures, positions, data.max_length, notes, alive, ca_only)
 
-    train, val = read_both(data, read)
+    train_files, val_files = read_both(data, read)
+    train = [pair for pairs in train_files for pair in pairs]
+    val = [pair for pairs in val_files for pair in pairs] or None
     if data.train_data is None:
         train, val = make_demo_pairs(data, seed)
-    lines = [f"data: {data.train_data or 'demo (no --train_data)'}: {describe(train)}"]
+    lines = [f"data: {named(data.train_data) or 'demo (no --train_data)'}: {describe(train)}"]
     if positions:
         lines.append("  mutable where a pair gives none: "
                      f"{notes[0] if notes else 'not needed, each pair gives its own'}")
     if val is not None:
-        lines.append(f"  {data.val_data or 'demo'}, for validation: {describe(val)}")
+        source = named(data.val_data) or "demo, other structures"
+        lines.append(f"  {source}, for validation: {describe(val)}")
         lines += describe_shared_structures(train, val)
     elif data.val_fraction and data.train_data is not None:
         train, val, how = hold_out_pairs(train, data, alive)
@@ -119,7 +123,8 @@ def hold_out_pairs(pairs: list[Pair], data: Any, alive: Callable) -> tuple[list,
     train = [pair for pair, held_out in zip(pairs, is_val) if not held_out]
     val = [pair for pair, held_out in zip(pairs, is_val) if held_out]
     share = len(val) / len(pairs)
-    if not data.val_fraction / MOST_MISSED <= share <= data.val_fraction * MOST_MISSED:
+    is_near = data.val_fraction / MOST_MISSED <= share <= data.val_fraction * MOST_MISSED
+    if len(val) > 1 and not is_near:        # of one pair, less cannot be held out
         warnings.append(f"{len(val):,} of {len(pairs):,} pairs ({share:.0%}) are held out for "
                         f"validation, but data.val_fraction asks for {data.val_fraction:.0%}: "
                         f"pairs {together} stay together. Give --val_data, pairs on more "
@@ -182,16 +187,17 @@ def describe_left_out(pairs):
 def load_tables(config: Any, ca_only: bool = False, alive: Callable = lambda: None) -> DpoData:
     """The proteins of a run, each with its measured variants. Arguments: see load_data."""
     data = config.data
-    notes = []
 
     def read(path):
-        sets, lines = read_variant_sets(Path(path), config.table, ca_only, alive)
-        notes.extend(lines)
-        return sets
+        alive()
+        return read_proteins(Path(path), config.table, ca_only)
 
-    train, val = read_both(data, read)
-    if val is not None:
-        notes += describe_shared_proteins(train, val)
+    train_tables, val_tables = read_both(data, read)
+    train, notes = variant_sets_of(train_tables, named(data.train_data), config.table)
+    val = None
+    if val_tables:
+        val, lines = variant_sets_of(val_tables, named(data.val_data), config.table)
+        notes += [*lines, *describe_shared_proteins(train, val)]
     elif data.val_fraction:
         train, val, how = hold_out_proteins(train, data, alive)
         notes += how
@@ -199,22 +205,53 @@ def load_tables(config: Any, ca_only: bool = False, alive: Callable = lambda: No
     return data_of(train, val, content, notes)
 
 
-def read_variant_sets(path: Path, table: Any, ca_only: bool,
-                      alive: Callable) -> tuple[list[VariantSet], list[str]]:
-    """(VariantSets of the proteins of a table, lines on them).
+def read_proteins(path: Path, table: Any, ca_only: bool) -> tuple[list[Protein], str]:
+    """(Proteins of a table, text on the lines that are left out). table: the config's section."""
+    return place_all(read_mutations(path, table.measured), ca_only=ca_only)
 
-    table: the config's section. Raises: ValueError for a table without a pair to learn from."""
-    mutations = read_mutations(path, table.measured)
-    alive()
-    proteins, misfits = place_all(mutations, ca_only=ca_only)
+
+def variant_sets_of(tables: list, names: str, table: Any) -> tuple[list[VariantSet], list[str]]:
+    """(VariantSets of the proteins of all tables together, lines on them).
+
+    tables: what read_proteins made of each. names: of the tables. table: the config's section.
+    Raises: ValueError for tables without a pair to learn from."""
+    proteins, notes = merge_proteins([proteins for proteins, _ in tables])
     sets = [make_variant_set(protein, table) for protein in proteins]
     kept = [one for one in sets if has_pair(one.values, table.margin)]
     if not kept:
-        raise ValueError(f"{path}: no two variants of a protein differ in {table.measured} by "
+        raise ValueError(f"{names}: no two variants of a protein differ in {table.measured} by "
                          f"table.margin {table.margin:g} or more; expected some. Give a smaller "
                          "margin, or more variants.")
-    lines = [describe_table(path, proteins, sets, len(kept), table)]
-    return kept, lines + misfits.splitlines()
+    for _, misfits in tables:
+        notes += misfits.splitlines()
+    return kept, [describe_table(names, proteins, sets, len(kept), table), *notes]
+
+
+def merge_proteins(tables: list[list[Protein]]) -> tuple[list[Protein], list[str]]:
+    """(The Proteins of all tables, lines on those that are in several): a complex that is in
+    several tables is one protein, with the variants of all, as if the tables were one."""
+    if len(tables) == 1:
+        return tables[0], []
+    merged = {}         # key of the complex -> Protein
+    in_several = set()
+    for proteins in tables:
+        former_keys = set(merged)
+        for protein in proteins:
+            shared = protein.complex.key
+            if shared in merged:
+                former = merged[shared]
+                protein = former._replace(variants=former.variants + protein.variants,
+                                          changes=former.changes + protein.changes,
+                                          wild_types=former.wild_types + protein.wild_types)
+            merged[shared] = protein
+            if shared in former_keys:
+                in_several.add(shared)
+    notes = []
+    if in_several:
+        notes.append(f"  {len(in_several):,} protein(s) are in several of these tables: each is "
+                     "one protein, and its values are compared across the tables, so they must be "
+                     "of one scale")
+    return list(merged.values()), notes
 
 
 def hold_out_proteins(sets: list[VariantSet], data: Any,
@@ -226,7 +263,7 @@ def hold_out_proteins(sets: list[VariantSet], data: Any,
     try:
         held = hold_out_families(sequences, data.val_fraction, data.identity, alive)
     except ValueError as error:
-        raise ValueError(f"{data.train_data}: validation: {error} Or give a table of other "
+        raise ValueError(f"{named(data.train_data)}: validation: {error} Or give a table of other "
                          "proteins (--val_data), or data.val_fraction=0 to train without "
                          "validation.") from None
     train = [one for one, held_out in zip(sets, held.is_held_out) if not held_out]
@@ -272,13 +309,31 @@ def describe_table(path, proteins, sets, n_kept, table):
              f"{table.measured}, {table.better} is better"]
     if several:
         texts.append(f"{several:,} of several mutations")
-    if table.wild_type is None:
-        texts.append("the wild type is in no pair, as table.wild_type gives it no value")
-    else:
-        texts.append(f"wild type {table.wild_type:g}")
+    texts.append(describe_wild_type(proteins, table))
     if n_kept < len(sets):
         texts.append(f"{len(sets) - n_kept:,} protein(s) without a pair that differs by the margin "
                      "are left out")
     values = [each for protein in proteins for each in measured_values(protein).values()]
     texts += describe_duplicates(values, "variants", "their means count")
+    reading = describe_reading(protein.structure for protein in proteins)
+    if reading:
+        texts.append(reading)
+    return "; ".join(texts)
+
+
+def describe_wild_type(proteins, table):
+    """A text on where the value of the wild type is from, which may differ between proteins."""
+    of_rows = [protein.wild_type for protein in proteins if protein.wild_types]
+    n_others = len(proteins) - len(of_rows)
+    texts = []
+    if len(of_rows) == 1:
+        texts.append(f"wild type {of_rows[0]:g}, of its row in the table")
+    elif of_rows:
+        texts.append(f"wild type of its row in the table for {len(of_rows):,} proteins")
+    of_others = f" for {n_others:,} others" if of_rows else ""
+    if n_others and table.wild_type is not None:
+        texts.append(f"wild type {table.wild_type:g}, of table.wild_type{of_others}")
+    elif n_others:
+        texts.append(f"the wild type is in no pair{of_others}, as neither a row nor "
+                     "table.wild_type gives it a value")
     return "; ".join(texts)

@@ -18,6 +18,7 @@ from dpo.reference import WITHOUT_REFERENCE
 from dpo.variant_scores import correlate_variants
 from mpnn.batches import to_device
 from mpnn.model import to_checkpoint
+from mpnn.record import RECORD
 from training.loop import ADVICE, Diverged, eval_mode, record_score
 from training.resume import before_saving
 
@@ -30,6 +31,9 @@ METRICS = ("loss", "preference_loss", "rewards/chosen", "rewards/rejected", "rew
 COLUMNS = {"val/loss": ("loss", 4), "val/rewards/accuracies": ("accuracy", 3),
            "val/rewards/margins": ("margin", 3), "val/recovery": ("recovery", 3),
            "val/kl": ("KL", 4), "val/spearman": ("Spearman", 3)}
+# Of training on tables without validation.
+TRAINED = "spearman"        # of the variants that are trained on
+MOST_RANKED = 16            # proteins of which it is computed
 # Of training on tables. Measured: 0.2 where scores of other proteins have become better and designs
 # are as before; 0.8 where both are spoilt.
 MOST_DRIFT = 0.4            # nats per residue of native sequences
@@ -95,6 +99,16 @@ def validate(run, ddp) -> dict:
     return values
 
 
+def rank_trained(run, ddp) -> dict:
+    """TRAINED, where a run on tables has no validation that tells more; else {}. A collective."""
+    if run.validation is not None or run.config.loss.unit != "table":
+        return {}
+    items = run.train_set.items[:MOST_RANKED]
+    with eval_mode(run.bare):
+        values = correlate_variants(run.bare, run.base, items, run.config, ddp)
+    return {TRAINED: value for value in values.values()}
+
+
 def native_items(items, config):
     """The pairs whose native sequences tell how far a model has moved."""
     if config.loss.unit == "table":
@@ -103,7 +117,8 @@ def native_items(items, config):
 
 
 def evaluate_start(run, log, ddp) -> None:
-    """Evaluate the base weights at the start of a run, as what training has to improve.
+    """Evaluate the base weights at the start of a run, as what training has to improve: by
+    validation, or on tables without one by the variants that are trained on.
 
     Without validation it sets progress["start"], the log-probability from which a fall is measured
     in training: with the base as reference and without dropout it is 0, as rewards start there;
@@ -112,6 +127,7 @@ def evaluate_start(run, log, ddp) -> None:
     if run.validation is None:
         if starts_equal(run.config) and not run.config.model.dropout:
             progress["start"] = 0.0
+        rank_start(run, log, ddp)
         return
     if progress["before"] is not None:      # a resumed run knows it
         return
@@ -127,6 +143,17 @@ def evaluate_start(run, log, ddp) -> None:
     log.say(f"step 0: validation {text}, recovery {values['val/recovery']:.3f}")
     warn_of_fall(run, log, values.get("val/logps/chosen_per_residue"))
     keep_best(run, log, values, ddp)
+
+
+def rank_start(run, log, ddp):
+    """Where rank_trained tells of a run, say what it is before the first step."""
+    if run.progress["step"]:
+        return
+    values = rank_trained(run, ddp)
+    if values:
+        run.progress["before"] = values
+        log.metrics(0, values)
+        log.say(f"step 0: Spearman {values[TRAINED]:.3f} of the variants that are trained on")
 
 
 def starts_equal(config) -> bool:
@@ -145,6 +172,10 @@ def evaluate(run, log, values, ddp) -> None:
     weight = float(run.epoch_sums[-1])
     trained = mean_metrics(run.epoch_sums, weight)
     text = f"train {short_result(trained, '')}"
+    ranked = rank_trained(run, ddp)
+    values.update(ranked)
+    if ranked:
+        text += f", Spearman {ranked[TRAINED]:.3f} of the trained variants"
     if run.validation is not None:
         validated = validate(run, ddp)
         values.update(validated)
@@ -221,7 +252,8 @@ def save_model(run, log, ddp, name) -> None:
     """Write the weights of the policy to a file in the run folder, as other tools read them."""
     before_saving(run, log)
     step = run.progress["step"]
-    content = to_checkpoint(run.bare, epoch=step // run.steps_per_epoch, step=step)
+    content = to_checkpoint(run.bare, epoch=step // run.steps_per_epoch, step=step,
+                            **{RECORD: run.record._asdict()})
     save_checkpoint(run.work_dir / name, ddp, **content)
 
 
@@ -243,16 +275,26 @@ def result_lines(result, progress, folder) -> list[str]:
             numbers = [number_text(row[metric], decimals)
                        for metric, (_, decimals) in columns.items()]
             lines.append(f"  {name:<10}" + "".join(f" {number:>10}" for number in numbers))
+    lines += ranking_lines(result, progress["before"])
     latest = folder / "latest_model.pt"
     if best is None:
         lines.append(f"  weights   {latest}")
     else:
-        if best["step"] == 0:
+        if best["step"] == 0 and "val/loss" in result:
             lines.append("  ATTENTION: no evaluation was better than the base weights: "
                          "best_model.pt holds these")
         lines.append(f"  weights   {folder / 'best_model.pt'} (step {best['step']:,}) and "
                      f"{latest.name}")
     return [*lines, f"  metrics   {folder / 'metrics.jsonl'}"]
+
+
+def ranking_lines(result, before):
+    """Line on how a run has changed the ranks of the variants that it was trained on; [] where
+    that was not computed at its start and end. before: Run.progress["before"]."""
+    if TRAINED not in result or TRAINED not in (before or {}):
+        return []
+    return [f"  Spearman  {before[TRAINED]:.3f} before, {result[TRAINED]:.3f} now, of the variants "
+            "trained on, not of others"]
 
 
 def number_text(number, decimals):

@@ -19,23 +19,37 @@ EXPECTED_JSON = ("a list of objects; if it has one object per line, name it .jso
                  "mutations give loss.unit=table; of scored designs pairs_from_scores.py makes one")
 
 
-def read_both(data: Any, read: Callable) -> tuple[list | None, list | None]:
-    """What `read` makes of data.train_data and data.val_data; None of one that is not given.
+def files_of(value: str | tuple | None) -> list[str]:
+    """The files that data.train_data or data.val_data names: none, one or several."""
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (tuple, list)) else [str(value)]
 
-    Raises: ValueError that lists the problems of both files."""
-    contents = []
+
+def named(value: str | tuple | None) -> str:
+    """The same files, in words."""
+    return ", ".join(files_of(value))
+
+
+def read_both(data: Any, read: Callable) -> tuple[list, list]:
+    """What `read` makes of each file of data.train_data, and of each of data.val_data.
+
+    Raises: ValueError that lists the problems of all files."""
     problems = []
-    for path in (data.train_data, data.val_data):
-        content = None
-        try:
-            if path is not None:
-                content = read(path)
-        except (ValueError, OSError) as error:
-            problems.append(str(error))
-        contents.append(content)
+
+    def read_all(value):
+        contents = []
+        for path in files_of(value):
+            try:
+                contents.append(read(path))
+            except (ValueError, OSError) as error:
+                problems.append(str(error))
+        return contents
+
+    train = read_all(data.train_data)
+    val = read_all(data.val_data)
     if problems:
         raise ValueError("\n".join(problems))
-    train, val = contents
     return train, val
 
 

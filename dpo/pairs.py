@@ -27,7 +27,7 @@ import numpy as np
 from dpo.pair_files import MOST_PAIRS_LISTED, read_items, read_weight
 from proteins.letters import LETTERS, X_ID, encode
 from proteins.seeds import content_key
-from proteins.structures import (CA_MODEL, Complex, describe_modified, parse_positions,
+from proteins.structures import (CA_MODEL, Complex, describe_reading, parse_positions,
                                  read_structure)
 from proteins.csv_files import quote
 
@@ -126,7 +126,7 @@ def describe(pairs: list[Pair]) -> str:
     head = (f"{len(pairs):,} pairs on {len(structures):,} structures, "
             f"{min(lengths):,} to {max(lengths):,} residues each, gaps included")
     parts = [head, *(f"{n:,} {text}" for n, text in notes if n),
-             describe_modified(structures.values())]
+             describe_reading(structures.values())]
     return "; ".join(part for part in parts if part)
 
 

@@ -50,12 +50,16 @@ class VariantSet:
 
 
 def make_variant_set(protein: Protein, table: Any) -> VariantSet:
-    """The VariantSet of a protein. Rows of one variant count by their mean. table: the config's
-    section."""
+    """The VariantSet of a protein. Rows of one variant count by their mean. The wild type's value
+    is that of its row, or else the config's.
+
+    table: the config's section."""
     measured = measured_values(protein)
     variants = sorted(measured)
     values = [statistics.fmean(measured[variant]) for variant in variants]
-    wild_type = math.nan if table.wild_type is None else table.wild_type
+    wild_type = protein.wild_type
+    if math.isnan(wild_type) and table.wild_type is not None:
+        wild_type = table.wild_type
     sign = -1.0 if table.better == "lower" else 1.0
     return VariantSet(protein.name, protein.complex, [list(each) for each in variants],
                       sign * np.array([*values, wild_type]))

@@ -5,7 +5,7 @@ import textwrap
 
 from ddp_setup import print0
 from training.loop import (check_ranks, is_finished, length_of_decay, micro_batches_of,
-                           scale_for_batch)
+                           rate_share, scale_for_batch)
 from training.resume import machine_differences
 
 
@@ -77,7 +77,12 @@ def describe_batch(run, per_rank, ddp):
     else:
         shared = f"accum {run.micro_batches // ddp.world_size} x {ddp.world_size} rank(s)"
     return (f"batch: {per_rank} x {shared} = {run.global_batch:,} per step, "
-            f"{run.steps_per_epoch:,} steps per epoch, {run.n_iters:,} steps in all")
+            f"{count(run.steps_per_epoch, 'step')} per epoch, {count(run.n_iters, 'step')} in all")
+
+
+def count(n, what):
+    """A number of things, in words."""
+    return f"{n:,} {what}" if n == 1 else f"{n:,} {what}s"
 
 
 def describe_sharing(n_ranks, micro_batches):
@@ -102,8 +107,10 @@ def describe_run(run, state, unit: str, lr_batch: int, ddp) -> list[str]:
                      "number of ranks, so that the global batch stays")
     lines.append(describe_rate(run, state, unit, lr_batch))
     if state is None and run.warmup >= run.n_iters:
-        lines.append(f"ATTENTION: the warm-up ({run.warmup:,} steps) lasts to the end "
-                     f"({run.n_iters:,} steps) or longer: lower optim.warmup or train longer")
+        highest = run.lr * rate_share(run.n_iters - 1, run.warmup, run.n_iters, run.config.optim)
+        lines.append(f"ATTENTION: the warm-up ({count(run.warmup, 'step')}) is not shorter than "
+                     f"the run ({count(run.n_iters, 'step')}), so the learning rate is "
+                     f"{highest:.2g} at most: lower optim.warmup, or train longer")
     former = run.continued_from
     if not former:
         how = "a new run"
@@ -137,8 +144,10 @@ def describe_rate(run, state, unit, lr_batch):
         if lr_batch < run.global_batch:
             how += f", to the {lr_batch:,} {unit} that there are"
     name = "Muon for the blocks' matrices, AdamW for the rest, " if optim.name == "muon" else ""
-    return (f"optim: {name}lr {run.lr:g}, warm-up {run.warmup:,} steps, {how}"
-            f"{decay_name(optim, run.lr)}")
+    decay = decay_name(optim, run.lr)
+    if decay and run.warmup >= run.n_iters and length_of_decay(optim) is None:
+        decay = f"; no {optim.decay} decay, as it would begin after the warm-up"
+    return f"optim: {name}lr {run.lr:g}, warm-up {count(run.warmup, 'step')}, {how}{decay}"
 
 
 def decay_name(optim, lr) -> str:

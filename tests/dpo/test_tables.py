@@ -25,7 +25,7 @@ from mpnn_cases import Atoms
 from test_train_dpo import SMALL, TINY, run, run_of, write_pairs
 from test_variants import random_complex
 from train_dpo_ddp import (Config, MicroBatchDataset, loss_of_pairs, loss_of_tables,
-                           micro_batch_loss, preference_loss, prepare)
+                           micro_batch_loss, preference_loss, prepare, read_arguments)
 from training.config import load_config
 from training.loop import MicroBatchSampler
 from training_runs import (  # noqa: F401 (the fixture one_thread)
@@ -302,6 +302,48 @@ def config_for(folder, **more):
     return config_of(data__train_data=write_table(folder), data__val_fraction=0, **more)
 
 
+def split_table(folder):
+    """Write table.csv, and its halves, one.csv and two.csv, which share a protein."""
+    head, *lines = write_table(folder).read_text().splitlines(keepends=True)
+    half = len(lines) // 2      # in the middle of the second protein's
+    for name, part in (("one.csv", lines[:half]), ("two.csv", lines[half:])):
+        (folder / name).write_text(head + "".join(part))
+    return [folder / name for name in ("table.csv", "one.csv", "two.csv")]
+
+
+def test_several_tables_train_as_if_they_were_one(tmp_path, capsys):
+    """On the command line as well as in a config."""
+    whole, one, two = split_table(tmp_path)
+    merged = load_data(config_of(data__train_data=whole, data__val_fraction=0))
+    (tmp_path / "c.yaml").write_text(f"data: {{train_data: [{one}, {two}]}}")
+    table = [f"{name}={value}" for name, value in TABLE.items()]
+    for argv in (["--train_data", str(one), str(two), *table, "data.val_fraction=0"],
+                 ["--config", str(tmp_path / "c.yaml"), *table, "data.val_fraction=0"]):
+        _, config = read_arguments(["model.base_model_name=random", *argv])
+        data = load_data(config)
+        assert data.fingerprint == merged.fingerprint
+        said = " ".join(data.description)
+        assert f"data: {one}, {two}: " in said
+        assert "1 protein(s) are in several of these tables" in said
+
+
+def test_variants_of_several_tables_that_do_not_fit_are_said_with_their_table(tmp_path):
+    _, one, two = split_table(tmp_path)
+    with open(two, "a") as file:
+        file.write("s2.pdb,W999A,1\n")
+    data = load_data(config_of(data__train_data=f"[{one},{two}]", data__val_fraction=0))
+    said = [line for line in data.description if "do not" in line]
+    assert len(said) == 1 and said[0].startswith(f"{two}: ")
+
+
+def test_of_several_tables_all_that_cannot_be_read_are_named(tmp_path):
+    whole, one, two = split_table(tmp_path)
+    two.write_text("pdb_file,mutation\n")
+    with pytest.raises(ValueError) as caught:
+        load_data(config_of(data__train_data=f"[{one},{two},{tmp_path}/none.csv]"))
+    assert str(two) in str(caught.value) and "none.csv" in str(caught.value)
+
+
 def test_a_resumed_run_on_tables_equals_an_uninterrupted_one(tmp_path, capsys):
     often = dict(training__eval_freq=3, training__snapshot_freq=3, table__most_pairs=300,
                  training__accum=1, loss__native_kl=0.1, data__val_data=write_table(tmp_path))
@@ -325,6 +367,32 @@ def test_training_on_a_table_ranks_its_variants_and_says_by_how_much(tmp_path, c
     column = result["validation"].index("Spearman")
     assert float(result["before"][column]) == pytest.approx(before, abs=5e-4)
     assert float(result["latest"][column]) == pytest.approx(after, abs=5e-4)
+
+
+def test_without_validation_a_run_says_how_it_ranks_the_variants_that_it_trains_on(
+        tmp_path, capsys):
+    settings = dict(training__accum=1, training__n_iters=20, optim__lr=1e-2)
+    run(config_for(tmp_path, **settings), tmp_path / "run")
+    logged = [row["spearman"] for row in rows(tmp_path / "run") if "spearman" in row]
+    assert logged[-1] > max(logged[0], 0.8) and rows(tmp_path / "run")[0]["step"] == 0
+    end = f"Spearman  {logged[0]:.3f} before, {logged[-1]:.3f} now, of the variants trained on"
+    assert end in capsys.readouterr().out
+
+
+def test_what_a_run_ranked_before_training_is_known_after_a_resume(tmp_path, capsys):
+    settings = dict(training__accum=1, optim__lr=1e-2)
+    run(config_for(tmp_path, training__n_iters=2, **settings), tmp_path / "run")
+    capsys.readouterr()
+    run(config_for(tmp_path, training__n_iters=4, **settings), tmp_path / "run")
+    first = rows(tmp_path / "run")[0]["spearman"]
+    assert f"Spearman  {first:.3f} before" in capsys.readouterr().out
+    assert [row["step"] for row in rows(tmp_path / "run")].count(0) == 1
+
+
+def test_a_run_with_validation_ranks_what_is_held_out_alone(tmp_path):
+    run(config_for(tmp_path, data__val_data=write_table(tmp_path), training__n_iters=1),
+        tmp_path / "run")
+    assert not any("spearman" in row for row in rows(tmp_path / "run"))
 
 
 def test_the_loss_in_the_log_is_the_one_of_validation(tmp_path):
@@ -392,6 +460,7 @@ def test_a_table_that_cannot_be_used_is_refused_and_leaves_nothing(tmp_path):
         (base.partition(" --train_data")[0] + unit, "data.train_data is not given"),
         (base + "table.csv" + unit.replace("ddg", "dG"), "dG"),
         (base + "table.csv" + unit + " table.margin=100", "table.margin 100"),
+        (base + "table.csv one.csv ./table.csv" + unit, "data.train_data names a file twice"),
         (base + "equal.csv" + unit, "no two variants"),
         (base + "unmeasured.csv" + unit, "no two variants"),
         (base + "sequence.csv" + unit, "no column pdb_file")], tmp_path)
@@ -464,3 +533,43 @@ def test_without_a_value_the_wild_type_is_in_no_pair(tmp_path):
     for index, variant_set in enumerate(dataset.items):
         protein, = dataset.make_batch([index])["proteins"]
         assert protein.numbers.max() < len(variant_set.variants)
+
+
+@pytest.mark.parametrize("of_config, of_others, said", [
+    ("null", np.nan, "the wild type is in no pair for 2 others"),
+    (0.5, -0.5, "wild type 0.5, of table.wild_type for 2 others")])
+def test_a_row_of_the_wild_type_gives_its_protein_the_value(of_config, of_others, said, tmp_path):
+    """Lower is better, so values have the other sign."""
+    config = config_for(tmp_path, table__wild_type=of_config)
+    with open(tmp_path / "table.csv", "a") as file:
+        file.write("s1.pdb,WT,3\ns1.pdb,wt,5\ns1.pdb,p.=,NA\n")
+    data = load_data(config)
+    values = {variant_set.name: variant_set.values[-1] for variant_set in data.train}
+    assert values == pytest.approx({"s0.pdb": of_others, "s1.pdb": -4, "s2.pdb": of_others},
+                                   nan_ok=True)
+    description = " ".join(data.description)
+    assert f"wild type 4, of its row in the table; {said}" in description
+    assert "left out: 3 wild types" in description
+
+
+def test_limits_and_rows_without_a_value_are_told_and_not_trained_on(tmp_path):
+    config = config_for(tmp_path)
+    n = sum(len(variant_set.variants) for variant_set in load_data(config).train)
+    text = (tmp_path / "table.csv").read_text()
+    lines = text.splitlines()
+    lines[1] = lines[1].rpartition(",")[0] + ",>5"
+    lines[2] = lines[2].rpartition(",")[0] + ",NA"
+    (tmp_path / "table.csv").write_text("\n".join(lines))
+    data = load_data(config)
+    assert sum(len(variant_set.variants) for variant_set in data.train) == n - 2
+    assert "not measured in ddg: 1 without a value, 1 with a limit" in " ".join(data.description)
+
+
+def test_rows_of_the_wild_type_in_several_tables_count_by_their_mean(tmp_path):
+    _, one, two = split_table(tmp_path)
+    for path, value in ((one, 3), (two, 4)):
+        with open(path, "a") as file:
+            file.write(f"s1.pdb,WT,{value}\n")
+    data = load_data(config_of(data__train_data=f"[{one},{two}]", data__val_fraction=0))
+    values = {variant_set.name: variant_set.values[-1] for variant_set in data.train}
+    assert values["s1.pdb"] == -3.5

@@ -16,6 +16,7 @@ import torch
 import dpo.reference
 import train_dpo_ddp
 from ddp_setup import Ddp, load_checkpoint
+from dpo.data import load_data
 from dpo.demo import demo_pairs
 from dpo.evaluation import METRICS, validate
 from dpo.pair_batches import decoding_orders, make_batch
@@ -27,10 +28,11 @@ from dpo.reference import FrozenBase
 from launchers import fork_ranks, need, read_status, run_ranks
 from mpnn.base import Base
 from mpnn.model import (ProteinMPNN, from_checkpoint, random_proteinmpnn, to_checkpoint)
+from mpnn.record import TrainingRecord, find_base, read_record
 from mpnn.weights import load_proteinmpnn
 from mpnn_cases import Atoms
 from proteins.letters import X_ID, decode
-from proteins.structures import NAMES, Complex, Structure
+from proteins.structures import NAMES, Complex, Structure, read_structure
 import test_proteinmpnn_model
 from test_proteinmpnn_model import each_case, graph_of, near
 from train_dpo_ddp import (Config, Loss, MicroBatchDataset, describe_plan, loss_of_pairs,
@@ -600,7 +602,8 @@ def test_the_demo_learns_its_rule_and_says_what_it_does(tmp_path):
                  "16 pairs x accum 1 x 2 rank(s) = 32 per step",
                  "step 0: validation loss 0.6931 (policy and", "epoch 5/5: train loss"):
         assert text.count(said) == 1, said
-    assert re.search(r"^step 10/60  loss \d\S*  pairs/s \d\S*  acc \d.*  ETA 0:\S+$", text, re.M)
+    step_line = r"^step 10/60  loss \d\S*  acc \d\S*  margin \S+  \d\S* pairs/s  ETA 0:\S+$"
+    assert re.search(step_line, text, re.M)
     table = rows(folder)
     assert table[-1]["val/rewards/accuracies"] > 0.9
     assert table[-1]["val/loss"] < 0.2 < 0.69 < table[0]["val/loss"]
@@ -676,10 +679,108 @@ def test_options_of_the_original_set_what_they_say():
     assert (c.loss.beta, c.loss.temperature, c.model.dropout) == (0.1, 1.0, 0.0)
 
 
+def test_pairs_of_several_files_are_those_of_one_file_that_holds_all(files):
+    entries = json.loads((files / "pairs.json").read_text())
+    for name, part in (("one", entries[:2]), ("two", entries[2:])):
+        (files / f"{name}.json").write_text(json.dumps(part))
+    fingerprints = []
+    for names in (["pairs.json"], ["one.json", "two.json"]):
+        paths = [str(files / name) for name in names]
+        _, config = read_arguments(["--train_data", *paths, "--val_data", *paths])
+        data = load_data(config)
+        fingerprints.append(data.fingerprint)
+        assert f"data: {', '.join(paths)}: 6 pairs on 3 structures" in data.description[0]
+    assert fingerprints[0] == fingerprints[1]
+
+
+def test_weights_hold_a_record_of_their_training(files, monkeypatch):
+    monkeypatch.chdir(files)
+    settings = {**TINY, "data.train_data": "pairs.json", "training.n_iters": 1,
+                "training.accum": 1, "model.base_model_dir": "w",
+                "model.base_model_name": "v_48_020"}
+    settings = {name: value for name, value in settings.items() if "random" not in name}
+    for reference, more in (("unfolded", {}), ("none", {"loss.name": "simpo"})):
+        if reference != "none":
+            more = {"loss.reference": reference}
+        run(load_config(Config, None, words({**settings, **more})), files / "runs" / reference)
+        content = torch.load(f"runs/{reference}/latest_model.pt", weights_only=True)
+        base = load_proteinmpnn("w/v_48_020.pt")
+        assert content["training_record"] == {
+            "base": "v_48_020", "base_file": "../../w/v_48_020.pt", "unit": "pair",
+            "base_hash": hash_of(base.state_dict()), "reference": reference}
+        assert best_of(files / "runs" / reference).keys() == content.keys()
+
+
+def test_the_record_of_weights_tuned_twice_names_the_last_base(files, monkeypatch):
+    monkeypatch.chdir(files)
+    settings = {"data.train_data": "pairs.json", "training.n_iters": 1, "optim.lr": 1e-2,
+                "loss.reference": "unfolded", "data.val_fraction": 0}
+    first = {"model.base_model_dir": "w", "model.base_model_name": "v_48_020"}
+    run(load_config(Config, None, words({**settings, **first})), files / "one")
+    second = {"model.base_model_name": "one/latest_model.pt"}
+    run(load_config(Config, None, words({**settings, **second})), files / "two")
+    path = files / "two" / "latest_model.pt"
+    record = read_record(torch.load(path, weights_only=True), path)
+    assert record.base == "one/latest_model.pt"
+    name, model = find_base(record, path)
+    assert name == "one/latest_model.pt"
+    assert hash_of(model.state_dict()) == record.base_hash
+
+
+@pytest.mark.parametrize("more, warns", [({}, True), ({"loss.reference": "unfolded"}, False)])
+def test_a_table_is_trained_with_the_reference_that_the_base_weights_had(
+        more, warns, files, monkeypatch, capsys):
+    monkeypatch.chdir(files)
+    content = torch.load("w/v_48_020.pt", weights_only=True)
+    record = TrainingRecord("v_48_010", "", "hash", "unfolded", "table")
+    torch.save({**content, "training_record": record._asdict()}, "tuned.pt")
+    letter = decode(Complex(read_structure("s0.pdb"), ["A"], []).S)[0]
+    others = [other for other in "ACD" if other != letter]
+    (files / "t.csv").write_text("pdb_file,mutation,y\n" + "".join(
+        f"s0.pdb,{letter}1{other},{k}\n" for k, other in enumerate(others)))
+    settings = {"data.train_data": "t.csv", "data.val_fraction": 0, "loss.unit": "table",
+                "table.measured": "y", "table.better": "higher", "training.batch_size": 1,
+                "model.base_model_name": "tuned.pt", **more}
+    prepare(load_config(Config, None, words(settings)), Ddp(), "run")
+    said = " ".join(capsys.readouterr().out.split())
+    assert ("were trained with loss.reference unfolded" in said) == warns
+
+
 def test_the_plan_scales_the_learning_rate_and_needs_no_pairs():
     args, c = read_arguments("--plan 1,4 training.batch_size=4 optim.lr=3e-7 optim.scale=linear "
                              "optim.base_global_batch=4 optim.warmup=10".split())
     assert re.search(r"\n +4 +16 +1.2e-06 +40\n", describe_plan(c, args.plan))
+
+
+def memory_of(*argv):
+    """GB that a plan says, the first number of its last line."""
+    _, config = read_arguments(["--plan", "1", *map(str, argv)])
+    line = describe_plan(config, "1").splitlines()[-1]
+    return float(re.search(r"([\d.]+) GB", line)[1])
+
+
+def test_the_plan_has_the_memory_by_the_data_if_they_are_here(files):
+    """An encoding of 100 residues is 3 MB; a pair is two sequences."""
+    pairs = ["--train_data", files / "pairs.json", "--base_model_dir", files / "w"]
+    few = memory_of(*pairs, "training.batch_size=1")
+    assert memory_of(*pairs, "training.batch_size=6") > few > 0.2
+    absent = ["--train_data", files / "none.json", "--base_model_dir", files / "w"]
+    assert memory_of(*absent, "training.batch_size=64") > memory_of(*absent) > 0.2
+    assert memory_of("--train_data", files / "none.csv", "loss.unit=table", "table.measured=y",
+                     "table.better=lower", "training.batch_size=1") > 0.2
+
+
+@pytest.mark.parametrize("n_iters, said, not_said", [
+    (10, "the warm-up (20 steps) is not shorter than the run (10 steps)", "linear decay over"),
+    (30, "linear decay over all steps after the warm-up", "is not shorter")])
+def test_a_warm_up_that_is_not_shorter_than_the_run_is_said(
+        n_iters, said, not_said, tmp_path, capsys):
+    """With the highest rate that the run comes to: half of 3e-3."""
+    prepare(tiny(training__n_iters=n_iters, optim__warmup=20, optim__decay="linear"), Ddp(),
+            tmp_path / "run")
+    text = " ".join(capsys.readouterr().out.split())
+    assert said in text and not_said not in text
+    assert ("learning rate is 0.0015 at most" in text) == (n_iters == 10)
 
 
 def test_the_plan_scales_the_rate_in_which_the_decay_ends():
@@ -788,5 +889,6 @@ sys.argv += ["--train_data", f"pairs{rank}.json", "--base_model_dir", f"w{rank}"
     before = sorted(files.rglob("*"))
     done = fork_ranks(2, [script], files)
     said = r'rank 1 on \S+ has pairs \(hash\) "\w+" \(rank 0: "\w+"\), base weights \(hash\) "'
-    assert done.returncode == 2 and len(re.findall(said, done.stderr)) == 1, done.text
+    found = re.findall(said, " ".join(done.stderr.split()))
+    assert done.returncode == 2 and len(found) == 1, done.text
     assert "Traceback" not in done.text and sorted(files.rglob("*")) == before
