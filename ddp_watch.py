@@ -158,6 +158,11 @@ class Watch:
         self._advice = advice
         self._tell_guard(saved=f"{self._checkpoint} {advice}")
 
+    def note_stop(self) -> None:
+        """Write into status.json that the run has stopped and is saved, before what may take longer
+        than is left, such as a picture. The end of the block writes it otherwise."""
+        self._write_status(STOPPED, self.reason or self.requested or "stopped")
+
     def take_folder(self, run_dir: str | os.PathLike, minutes: float | None = None) -> None:
         """Take the lock of a run folder, and write its status from here on. A collective.
 
@@ -232,7 +237,7 @@ class Watch:
             self._await_others()                  # or cleanup_ddp
         stopped = self._stopping and not self.reason   # and the script has left its loop
         if stopped or (left_by is not None and left_by.code == STOPPED):
-            self._write_status(STOPPED, self.reason or self.requested or "stopped")
+            self.note_stop()
         else:
             self._write_status(0, self.reason or "finished")
 
@@ -348,7 +353,7 @@ class Watch:
         name = signal.Signals(number).name
         self.requested = f"{name} on rank {self.ddp.rank} ({self.ddp.host})"
         when = "after this step and saves" if self._answers else "before its first step"
-        again = "; Ctrl-C once more ends it at once" if number == signal.SIGINT else ""
+        again = "; Ctrl-C again ends it at once" if number == signal.SIGINT else ""
         if self.ddp.is_main:   # by os.write: the signal may have interrupted a print
             with contextlib.suppress(OSError):
                 os.write(2, f"\n{name}: the run stops {when}{again}\n".encode())

@@ -403,6 +403,8 @@ def check_arguments(args, parser):
 def check_files(args):
     """Refuse files that cannot be read or written. Raises ValueError."""
     read = [path for path in (args.infill, args.score) if path]
+    if args.infill is not None and not args.infill.exists():
+        refuse_text_for_infill(str(args.infill))
     for path in read:
         if path.exists() and not path.is_file():
             raise ValueError(f"{path} is a folder or a device; expected a file.")
@@ -416,6 +418,16 @@ def check_files(args):
     inputs = [checkpoint, *checkpoint.glob("*"), *checkpoint.glob("checkpoints/*"), *read]
     if args.out is not None:
         check_output(args.out, inputs)
+
+
+def refuse_text_for_infill(text):
+    """ValueError, with the option to give, if a text given to --infill is a template and no name of
+    a file: MKT____GSH, or MKT[4]GSH."""
+    scaffold = re.sub(f"{FREE}+", lambda free: f"[{len(free[0])}]", text)
+    is_template = re.fullmatch(r"([A-Z]*\[\d+(-\d+)?\])+[A-Z]*", scaffold)
+    if is_template:
+        raise ValueError(f"--infill {text}: there is no such file; expected a FASTA file of "
+                         f"templates. To sample this one: --scaffold \"{scaffold}\"")
 
 
 def run(args, ddp):
@@ -536,7 +548,7 @@ def letters_of(text):
 def score_file(sedd, args, how, write):
     """Write a table of bounds. Afterwards print their total to standard error."""
     totals = np.zeros(4)   # residues, bound, variance, unigram
-    write("name\tlength\tnats\tnats_per_residue\tstandard_error\tunigram_nats\n")
+    write("name\tlength\tnats\tstandard_error\tnats_per_residue\tunigram_nats\n")
     named = named_sequences(args.score)
     with progress_bar(how["ddp"].is_main, unit=" sequences") as bar:
         while block := list(itertools.islice(named, BLOCK)):
@@ -544,7 +556,7 @@ def score_file(sedd, args, how, write):
             scores = score_sequences(sedd, texts, args.samples, args.window, **how)
             for (name, _), text, n, bound, error, unigram in zip(block, texts, *scores):
                 each = bound / n if n else math.nan
-                write(f"{name}\t{len(text)}\t{bound:.4f}\t{each:.5f}\t{error:.4f}\t"
+                write(f"{name}\t{len(text)}\t{bound:.4f}\t{error:.4f}\t{each:.5f}\t"
                       f"{unigram:.4f}\n")
             totals += (scores.residues.sum(), scores.bound.sum(), (scores.error**2).sum(),
                        scores.unigram.sum())

@@ -10,9 +10,9 @@ Reads a YAML config (keys and defaults: Config below and training/config.py) and
 sequence file (see proteins/sequences.py), a folder made by prepare_uniref50.py, or generated demo
 proteins. Writes into the run folder (--work_dir, default runs/CONFIG_NAME): metrics.jsonl,
 config.yaml, status.json, samples/step_N.fasta, checkpoints/last.pt (the previous one: last-1.pt)
-and best.pt, and at the end curves.png. The same command again continues from last.pt. SIGTERM,
-SIGUSR1, Ctrl-C, the time in DDP_DEADLINE, or a file STOP in the run folder makes a run save and
-exit with code 75.
+and best.pt, and at the end or a stop curves.png. The same command again continues from last.pt.
+SIGTERM, SIGUSR1, Ctrl-C, the time in DDP_DEADLINE, or a file STOP in the run folder makes a run
+save and exit with code 75.
 
 Runs with the same global batch give the same result, up to rounding, on any number of ranks. The
 global batch consists of micro-batches, which the ranks divide among them. Every random draw is
@@ -41,12 +41,12 @@ from sedd.diffusion import make_graph, score_entropy_loss, stratified_times
 from sedd.evaluation import (TIME_EPS, Validation, evaluate, evaluate_start, result_lines, save,
                              write_samples)
 from sedd.model import EMA, SEDD, describe_memory, flops_per_position
-from sedd.weights import noise_of, start_from_weights, unused_noise_keys
+from sedd.weights import noise_of, start_from_weights, unused_noise_keys, with_architecture
 from training.command_line import (add_run_arguments, exit_with, preparing, print_plan, ranks_meet,
                                    read_command)
 from training.config import (CommonMemory, CommonMonitoring, CommonOptim, CommonTraining,
-                             MOST_LR, MOST_STEPS, DdpSection, check_common, key, load_config,
-                             refuse_config)
+                             MOST_LR, MOST_STEPS, DdpSection, check_common, config_differences, key,
+                             load_config, refuse_config)
 from training.log import open_log
 from training.loop import (MicroBatchSampler, Run, after_step, check_alike, due, exchange,
                            global_count, is_finished, micro_batches_of, next_micro_batches,
@@ -75,7 +75,8 @@ class Training(CommonTraining):
     snapshot_freq: int = key(500, least=1, may_change=True, help="steps between checkpoints")
     init_from: str | None = key(    # the file may move: a hash of the weights must stay
         None, may_change=True, flag="--init_from",
-        help="initial weights: a checkpoint, run folder, export or published file")
+        help="initial weights, whose sizes the model takes: a checkpoint, run folder, export or "
+             "published file")
 
 
 @dataclass
@@ -270,19 +271,26 @@ class SeddRun(Run):
 
 
 def prepare(  # noqa: PLR0913  (what a command line says of a start)
-        config, ddp, work_dir, resume=None, fresh=False, ipex="auto"):
+        config, ddp, work_dir, resume=None, fresh=False, ipex="auto", given=()):
     """Everything before the first step that writes nothing: data, model, checkpoint. Returns
     SeddRun.
 
-    ipex: see ddp_setup.optimize_with_ipex. Raises ValueError or OSError for input that cannot be
+    ipex: see ddp_setup.optimize_with_ipex. given: keys of the command line, see with_architecture.
+    Raises ValueError or OSError for input that cannot be
     used. The run folder is touched afterwards, by take_folder, when all checks have passed on every
     rank."""
     check_config(config)
-    start = start_or_continue(config, ddp, Path(work_dir), resume, fresh, "--init_from {path}")
+    start = start_or_continue(config, ddp, Path(work_dir), resume, fresh, "--init_from {path}",
+                              lambda config, state: with_architecture(config, state, given, ddp))
+    taken = config_differences(config, start.config)
+    config = start.config
     data, reader = load_data_and_plan(config, start, ddp)
     network = make_model_and_optimizer(config, start, reader.plan, resume, ipex, ddp)
     run = make_run(config, start, data, reader, network, ddp)
-    lines = network.lines + describe_data(run, data, network, ddp)
+    lines = list(network.lines)
+    if taken:
+        lines.append(f"  their architecture, not that of the config: {', '.join(taken)}")
+    lines += describe_data(run, data, network, ddp)
     batch = network.batch_for_scaling
     print_lines(ddp, lines + describe_run(run, start.state, run.plan.counted_in, batch, ddp))
     return run
@@ -443,8 +451,12 @@ def train(run, ddp, watch):
     the step and the last metrics."""
     config = run.config
     progress = run.progress
+
+    def lines(row, folder):
+        return result_lines(row, progress, folder)
+
     if is_finished(run):
-        return say_finished(run, ddp, lambda row, folder: result_lines(row, progress, folder))
+        return say_finished(run, ddp, lines)
     progress["finished"] = ""   # a finished run continues if n_iters was raised
     log = open_log(run, ddp)
     evaluate_start(run, log, ddp)
@@ -487,8 +499,7 @@ def train(run, ddp, watch):
     if trace:
         trace.stop()
     result = {"step": progress["step"], **run.values}
-    return finish_run(run, log, watch, reason, result, time.perf_counter() - began,
-                      lambda: result_lines(result, progress, run.work_dir))
+    return finish_run(run, log, watch, reason, result, time.perf_counter() - began, lines)
 
 
 def report_and_save(run, log, totals, asked, watch, ddp):  # noqa: PLR0913  (a step, and to whom)
@@ -527,14 +538,18 @@ def report_step(run, log, totals, ddp):
               **step_values(run, totals.norm, ddp)}
     more = {"mfu": values["mfu"]} if "mfu" in values else {}
     log.progress(run.progress["step"], loss=loss, ppl=values["perplexity"],
-                 rate=values["residues_per_second"], **more, **bad_steps_field(run))
+                 rate=(values["residues_per_second"], "res"), **more, **bad_steps_field(run))
     return values
 
 
 # ---------------------------------------------------------------- plan
 def describe_plan(config, ranks):
     """Text: a table with a row for each number of ranks (such as "1,2,4,8"), then the memory. Uses
-    no device. Raises ValueError where training would, except for missing or damaged data."""
+    no device. Raises ValueError where training would, except for missing or damaged data, and for
+    missing weights."""
+    weights = config.training.init_from
+    if weights is not None and Path(weights).exists():
+        config = with_architecture(config, None, (), Ddp())
     per_rank = config.training.batch_size or config.training.tokens_per_batch
     unit = "proteins" if config.training.batch_size else "tokens"
     numbers, head = plan_head(config.optim, ranks, unit)
@@ -596,6 +611,11 @@ def read_arguments(argv):
     return options, config
 
 
+def keys_of(overrides):
+    """The keys of texts such as "optim.lr=1e-4"."""
+    return [text.partition("=")[0].strip() for text in overrides]
+
+
 def main(argv=None):
     """The command line. Exits with a code other than 0 if the run did not finish."""
     command = read_command(argv, read_arguments)   # starts the ranks, if its options ask for it
@@ -605,7 +625,7 @@ def main(argv=None):
         with preparing(command, watch):   # an error in arguments or data is printed by one rank
             options = command.options
             run = prepare(command.config, ddp, command.work_dir, options.resume, options.fresh,
-                          options.ipex)
+                          options.ipex, keys_of(options.overrides))
             take_folder(run, ddp, watch, options.fresh, ("checkpoints", "samples"))
         result = train(run, ddp, watch)
     exit_with(result)

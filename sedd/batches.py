@@ -37,6 +37,7 @@ WIDEST_STEP = 0.80              # shortest / longest of a bucket that ends at a 
 # begins in one bucket and ends in the next, of shorter proteins, is not full.
 TAIL_BATCHES = 2.2
 FEW_STEPS = 10                  # per epoch; with fewer, the estimated number of batches is far off
+MOST_WHOLE = 0.9                # of the proteins, which a longer max_length would not crop
 WELL_FILLED = 0.95              # least mean work of micro-batches, as a share of a full one's
 MEAN_WITHIN = 0.02              # relative error of the mean batch_size or tokens that is tolerated
 MEAN_AT_MOST = 0.10             # the same, if micro-batches are well filled only then
@@ -102,6 +103,7 @@ class BatchPlan:
         work: work of a full micro-batch. work_of: work of a protein, indexed by its length in the
             file, (longest + 1,) int64; 0 if it is dropped.
         counts: proteins of each cropped length, (longest + 1,) int64. n_long: longer ones.
+        in_file, counts_in_file: length_counts.
         work_in_set, residues_in_file: work of the whole set; its residues before cropping.
         proteins, residues: their numbers in the set, after cropping or dropping.
         counted_in: the unit of batch size, "proteins" or "tokens". asked, available: how many of
@@ -126,8 +128,10 @@ class BatchPlan:
         self.max_length = max_length
         self.long = long
         in_file, counts = length_counts
-        self._count_lengths(np.asarray(in_file, np.int64), np.asarray(counts, np.int64),
-                            hidden_size)
+        self.hidden_size = hidden_size
+        self.in_file = np.asarray(in_file, np.int64)
+        self.counts_in_file = np.asarray(counts, np.int64)
+        self._count_lengths(self.in_file, self.counts_in_file, hidden_size)
         self._choose_shapes(budgets[0])
         self.available = self.residues if tokens else self.proteins
 
@@ -259,16 +263,30 @@ class BatchPlan:
         from full."""
         lines = []
         if self.steps_per_epoch < FEW_STEPS and self.left_out > 0.005:
-            lines.append(f"  only {self.steps_per_epoch} step(s) per epoch: these numbers are "
-                         "rough, batches may be smaller")
+            lines.append(f"  few steps per epoch ({self.steps_per_epoch}): what an epoch leaves "
+                         "out is a rough estimate, and batches may be smaller")
         if self.long == "crop" and self.n_long > self.proteins / 2:
+            longest, work = self.longer_max_length()
             lines.append(f"ATTENTION: {self.n_long / self.proteins:.0%} of the proteins are longer "
-                         f"than data.max_length, {self.max_length:,}: the model sees parts of them")
+                         f"than data.max_length, {self.max_length:,}: the model sees parts of "
+                         f"them. data.max_length={longest} keeps {MOST_WHOLE:.0%} whole, and an "
+                         f"epoch is then {work:.1f} times the work")
         if self.filled < WELL_FILLED and self.micro_batches > 1:
             lines.append("  proteins of some lengths do not fill a micro-batch: a step takes up to "
                          f"{1 / self.filled - 1:.0%}")
             lines.append(f"  longer. Better: a larger training.{self.key}, where memory allows it")
         return lines
+
+    def longer_max_length(self):
+        """(max_length that would keep MOST_WHOLE of the proteins whole, work of the set with it as
+        a multiple of what it is now)."""
+        order = np.argsort(self.in_file)
+        up_to = np.cumsum(self.counts_in_file[order])      # proteins up to each length
+        place = np.searchsorted(up_to, MOST_WHOLE * up_to[-1])
+        longest = int(self.in_file[order][place])
+        kept = self.in_file.clip(max=longest)
+        work = (kept * (6 * self.hidden_size + kept) * self.counts_in_file).sum()
+        return longest, float(work / self.work_in_set)
 
     def place(self, step):
         """Where a step of the run is: (epoch, window in the epoch, step in the window)."""

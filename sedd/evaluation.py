@@ -19,6 +19,7 @@ from sedd.diffusion import sample, score_entropy_loss
 from training.files import write_text_atomic
 from training.loop import ADVICE, Diverged, eval_mode, record_score
 from training.precision import autocast
+from training.problems import in_columns
 from training.resume import save_run
 
 SAMPLED_POSITIONS = 2**14   # positions of proteins that are sampled together, to limit memory
@@ -134,18 +135,28 @@ class Validation(BoundEstimator):
     def summarise(self, bound):
         """Metrics of one evaluation, from its bounds (n,), in nats per residue.
 
-        If the exact -ln p is known, also val/exact, its mean, and val/standard_error, that of the
-        mean of bound - exact (ratio estimator over proteins)."""
+        val/unigram_standard_error is that of the mean of unigram - bound. If the exact -ln p is
+        known, also val/exact, its mean, and val/exact_standard_error, that of the mean of bound -
+        exact. A single protein tells no standard error."""
         n = self.counts.sum()
         nll = float(bound.sum() / n)
         values = {"val/loss": nll, "val/perplexity": math.exp(min(nll, 50.0)),
                   "val/unigram_perplexity": self.unigram}
-        if self.exact is None:
-            return values
-        difference = bound.numpy() - self.exact
+        known = {"unigram": self.unigram_nll}
+        if self.exact is not None:
+            values["val/exact"] = float(self.exact.sum() / n)
+            known["exact"] = self.exact
+        if len(self.counts) > 1:
+            for name, nats in known.items():
+                error = self._standard_error(bound.numpy() - nats)
+                values[f"val/{name}_standard_error"] = error
+        return values
+
+    def _standard_error(self, difference):
+        """Of the mean per residue of a difference (n,) in nats: ratio estimator over proteins."""
+        n = self.counts.sum()
         residual = difference - difference.sum() / n * self.counts
-        return {**values, "val/exact": float(self.exact.sum() / n),
-                "val/standard_error": float(np.sqrt((residual**2).sum()) / n)}
+        return float(np.sqrt((residual**2).sum()) / n)
 
 
 def evaluate(run, log, values, ddp):
@@ -246,7 +257,7 @@ def result_lines(result, progress, folder):
     if best is None:
         lines.append(f"  weights   {last}")
     else:
-        if best["step"] == 0:
+        if best["step"] == 0 and "val/loss" in result:
             lines.append("  ATTENTION: no evaluation was better than that of the initial weights, "
                          "so best.pt\n    holds these")
         bound = ""
@@ -271,12 +282,23 @@ def bound_lines(result, best_bound):
     lines = ["  the same validation proteins under   nats per residue   perplexity"]
     for name, nats in rows:
         lines.append(f"    {name:<33} {nats:>15.4f} {perplexity(nats):>12}")
-    if "val/standard_error" in result:
-        lines.append("    (no model can be below the exact value; standard error "
-                     f"{result['val/standard_error']:.4f})")
-    gain = unigram - min(result["val/loss"], best_bound)
-    if gain < LITTLE:
-        said = "no" if gain <= 0 else "hardly"
-        lines.append(f"  ATTENTION: {said} better than the letter frequencies, see\n"
-                     "    'It does not learn' in docs/troubleshooting.md")
-    return lines
+    if "val/exact_standard_error" in result:
+        lines.append("    (no model can be below exact; standard error of bound - exact "
+                     f"{result['val/exact_standard_error']:.4f})")
+    lines += attention_lines(unigram - min(result["val/loss"], best_bound),
+                             result.get("val/unigram_standard_error"))
+    return [in_columns(line) for line in lines]
+
+
+def attention_lines(gain, error):
+    """A line that warns of a bound that is hardly below the letter frequencies; none otherwise.
+
+    gain: by how much it is, in nats per residue. error: its standard error; None: not known."""
+    if gain >= max(LITTLE, error or 0.0):
+        return []
+    said = "no" if gain <= 0 else "hardly"
+    by_how_much = f"gain {gain:.4f} nats per residue"
+    if error is not None:
+        by_how_much += f", its standard error {error:.4f}"
+    return [f"  ATTENTION: {said} better than the letter frequencies ({by_how_much}): see 'It does "
+            "not learn' in docs/troubleshooting.md"]

@@ -2,10 +2,12 @@
 
     sedd = load_sedd("runs/mine/checkpoints/best.pt")       # or a folder that export_sedd made
     export_sedd(sedd, "my_model")                           # config.json, model.safetensors
-    start_from_weights(config, start, resume, model, ddp)   # --init_from of train_sedd_ddp.py
+    config = with_architecture(config, state, given, ddp)   # --init_from of train_sedd_ddp.py
+    start_from_weights(config, start, resume, model, ddp)
 
 Files are read as tensors and plain types, never as code. Folders need the package safetensors.
 """
+import dataclasses
 import json
 import os
 import shutil
@@ -19,7 +21,6 @@ from ddp_setup import broadcast
 from proteins.letters import LETTERS, N_TOKENS, UNIREF50, X_ID
 from sedd.diffusion import make_graph, make_noise
 from sedd.model import SEDD, load_official
-from training.config import config_to_dict
 from training.files import check_zip, read_text, write_text_atomic, write_whole
 from training.problems import refuse
 from training.resume import hash_of
@@ -71,20 +72,17 @@ class Saved(NamedTuple):
     notes: tuple = ()
 
 
-def load_sedd(path, ema=True, device="cpu", expected=None):
+def load_sedd(path, ema=True, device="cpu"):
     """The Sedd in a checkpoint, an exported folder, or a file in the published layout.
 
     Args:
         path: of such a file or folder, or a run folder, of which best.pt is taken, else last.pt.
         ema: take the averaged weights if the file has them.
         device: where the model goes.
-        expected: sections {"model", "graph"} of a config, as dicts, which must equal those of the
-            file in the keys of WEIGHTS_DEPEND_ON; None: any are accepted.
-    Raises: ValueError, naming all that does not fit, or OSError.
+    Raises: ValueError or OSError.
     """
-    path = file_of(Path(path))
-    saved = read_folder(path) if path.is_dir() else read_file(path)
-    check_use(path, saved, expected)
+    path, saved = read_saved(path)
+    check_use(path, saved)
     config = saved.config
     graph = make_graph(config["graph"]["type"], N_TOKENS)
     model = model_of(config["model"], graph)
@@ -112,6 +110,12 @@ def load_sedd(path, ema=True, device="cpu", expected=None):
     return Sedd(model=model.eval().to(device), graph=graph, noise=noise, config=config,
                 letters=np.asarray(letters, np.int64), lengths=lengths,
                 max_length=saved.max_length, notes=tuple(notes))
+
+
+def read_saved(path):
+    """(the file or folder, what it holds, a Saved) of a path of load_sedd."""
+    path = file_of(Path(path))
+    return path, read_folder(path) if path.is_dir() else read_file(path)
 
 
 def file_of(path):
@@ -147,21 +151,19 @@ def checkpoint_in(folder):
     return None
 
 
-def check_use(path, saved, expected):
-    """ValueError that lists what of a file's settings does not fit the alphabet and the expected
-    config."""
+def check_use(path, saved, asked=None):
+    """ValueError that lists what of a file's settings does not fit the alphabet and what was asked.
+
+    asked: {(section, key): value} of some keys of WEIGHTS_DEPEND_ON."""
     problems = []
-    if expected:
-        for section, name in WEIGHTS_DEPEND_ON:
-            in_file = saved.config[section][name]
-            wanted = expected[section][name]
-            if in_file != wanted:
-                problems.append(f"{section}.{name} is {in_file} in the file, and {wanted} by the "
-                                "config")
+    for (section, name), wanted in (asked or {}).items():
+        in_file = saved.config[section][name]
+        if in_file != wanted:
+            problems.append(f"{section}.{name} is {in_file} in the file: leave "
+                            f"{section}.{name}={wanted} out")
     if saved.alphabet != LETTERS:
-        problems.append(f"the alphabet is {saved.alphabet}; expected {LETTERS}")
-    refuse(problems, f"the weights of {path} cannot be used here; expected the same settings. Give "
-                     "other weights, or set these keys as in the file.")
+        problems.append(f"the alphabet is {saved.alphabet}; expected {LETTERS}: give other weights")
+    refuse(problems, f"the weights of {path} cannot be used here:")
 
 
 def model_of(sizes, graph):
@@ -299,6 +301,48 @@ def need_safetensors():
 
 
 # ---------------------------------------------------------------- start from weights
+def with_architecture(config, state, given, ddp):
+    """The config with the architecture of the weights that its run begins with, or began with.
+
+    Collective. The keys of WEIGHTS_DEPEND_ON are then those of the file training.init_from, or of
+    the checkpoint of a run that began with such a file. Without one the config stays as it is.
+
+    Args:
+        state: content of the checkpoint that is continued; None: a new run.
+        given: keys that the command line gives, as "section.key". They keep their values, and a
+            file that has others is refused.
+    Raises: ValueError or OSError.
+    """
+    path = config.training.init_from
+    sections = None
+    if state is not None and state["init_from"]:
+        sections = state["config"]
+    elif state is None and path is not None:
+        asked = {(section, name): getattr(getattr(config, section), name)
+                 for section, name in WEIGHTS_DEPEND_ON if f"{section}.{name}" in given}
+        if ddp.is_main:
+            sections = read_architecture(path, asked)
+        sections = broadcast(sections, ddp)
+    if sections is None:
+        return config
+    changed = {}
+    for section in ("model", "graph"):
+        values = {name: sections[section][name] for of, name in WEIGHTS_DEPEND_ON
+                  if of == section and f"{section}.{name}" not in given}
+        changed[section] = dataclasses.replace(getattr(config, section), **values)
+    return dataclasses.replace(config, **changed)
+
+
+def read_architecture(path, asked):
+    """Sections {"model", "graph"} of the settings of a file of weights. asked: see check_use."""
+    try:
+        path, saved = read_saved(path)
+        check_use(path, saved, asked)
+    except ValueError as error:
+        raise ValueError(f"--init_from: {error}") from None
+    return {section: saved.config[section] for section in ("model", "graph")}
+
+
 def start_from_weights(config, start, resume, model, ddp):
     """Load training.init_from into a new run; refuse it for a run that began with other weights.
 
@@ -331,7 +375,7 @@ def start_from_weights(config, start, resume, model, ddp):
                          f"--init_from {path}. {LEAVE_OUT}")
     if record and record["path"] == path:   # even if the file has changed since
         return record, lines
-    sedd, now = read_start(path, ddp, expected=None if record else config_to_dict(config))
+    sedd, now = read_start(path, ddp)
     if record:
         if now["hash"] != record["hash"]:
             raise ValueError(f"{start.path} is of a run that began with other weights (hash "
@@ -344,14 +388,13 @@ def start_from_weights(config, start, resume, model, ddp):
     return now, lines
 
 
-def read_start(path, ddp, expected):
-    """(Sedd of a file on rank 0, None elsewhere; its {"path", "hash"}). expected: see load_sedd.
-    Collective."""
+def read_start(path, ddp):
+    """(Sedd of a file on rank 0, None elsewhere; its {"path", "hash"}). Collective."""
     sedd = None
     record = None
     if ddp.is_main:
         try:
-            sedd = load_sedd(path, expected=expected)
+            sedd = load_sedd(path)
         except ValueError as error:
             raise ValueError(f"--init_from: {error}") from None
         record = {"path": path, "hash": hash_of(sedd.model.state_dict())}

@@ -32,6 +32,7 @@ from training.launch import start_ranks_if_asked
 from training.loop import Diverged
 from training.parser import Parser
 from training.plan import print_lines
+from training.problems import in_columns
 
 COLLECTIVE_SECONDS = 6 * 3600.0   # timeout; the watchdog is earlier and names the late rank
 
@@ -118,7 +119,7 @@ def ranks_meet(command):
         try:
             watch = watch_run(ddp, minutes=minutes, signals=signals)
         except ValueError as error:   # DDP_DEADLINE is no time
-            abort(ddp, f"error: {error}", BAD_INPUT)
+            abort(ddp, in_columns(f"error: {error}", ddp), BAD_INPUT)
         with watch:
             try:
                 yield ddp, watch
@@ -132,7 +133,7 @@ def exit_before_start(command, error):
     """Print an error of this rank, and exit."""
     error = command.problem or error   # the first one
     default_code = BAD_INPUT if isinstance(error, (ValueError, OSError)) else 1
-    print(f"error: {error}", file=sys.stderr)
+    print(in_columns(f"error: {error}"), file=sys.stderr)
     sys.exit(getattr(error, "code", default_code))
 
 
@@ -145,7 +146,7 @@ def preparing(command, watch):
             raise command.problem
         yield
     except (ValueError, OSError) as error:
-        watch.abort(f"error: {error}", BAD_INPUT)
+        watch.abort(in_columns(f"error: {error}", watch.ddp), BAD_INPUT)
 
 
 def exit_with(result):
@@ -162,13 +163,13 @@ def joined_ranks(device, backend="auto", **options):
     try:
         ddp = setup_ddp(device, backend, quiet=True, **options)
     except (RuntimeError, OSError) as e:
-        print(f"error: {e}", file=sys.stderr)
+        print(in_columns(f"error: {e}"), file=sys.stderr)
         sys.exit(getattr(e, "code", 1))
     with ddp:
         try:
             yield ddp
         except (ValueError, OSError) as e:
-            abort(ddp, f"error: {e}", BAD_INPUT)
+            abort(ddp, in_columns(f"error: {e}", ddp), BAD_INPUT)
 
 
 def started_ranks(args, argv):
@@ -179,7 +180,7 @@ def started_ranks(args, argv):
         args = args or launch_options(argv)
         start_ranks_if_asked(args, argv)
     except (ValueError, RuntimeError) as e:
-        print(f"error: {e}", file=sys.stderr)
+        print(in_columns(f"error: {e}"), file=sys.stderr)
         sys.exit(BAD_INPUT)
     return joined_ranks(args.device, args.backend, ranks=args.ranks,
                         init_timeout=args.init_timeout)

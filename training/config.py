@@ -404,12 +404,17 @@ def _takes_text(cls, dotted):
 
 
 def _unknown(root, cls, name, prefix, where):
-    """Error text for a key that section cls does not have; it suggests the most similar key."""
+    """Error text for a key that section cls does not have.
+
+    It suggests the most similar key of this section, else one of another section if it has just
+    this name: one that is merely like it would be a wrong hint."""
     here = list(types_of(cls))
-    candidates = {dotted.rpartition(".")[2]: dotted for dotted in names_of_keys(root)}
-    candidates |= {known: prefix + known for known in here}
-    near = difflib.get_close_matches(str(name), candidates, 1)
-    advice = f"Did you mean {candidates[near[0]]!r}?" if near else f"Known here: {', '.join(here)}."
+    meant = [prefix + near for near in difflib.get_close_matches(str(name), here, 1)]
+    if not meant:
+        meant = [dotted for dotted in names_of_keys(root) if dotted.rpartition(".")[2] == name]
+    advice = f"Known here: {', '.join(here)}."
+    if meant:
+        advice = f"Did you mean {' or '.join(map(repr, meant))}?"
     kind = "key" if prefix else "section or key"
     return f"{where}: unknown {kind} {prefix + str(name)!r}. {advice}"
 

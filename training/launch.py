@@ -24,16 +24,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from ddp_setup import STOPPED, detect_launcher
+from ddp_setup import STOPPED, SetupError, detect_launcher
 
 POLL = 0.1             # seconds between two looks at the ranks
 FAILED_SECONDS = 20    # for the others to end when a rank has failed: they cannot save any more
 MOST_PER_NODE = 1024   # ranks; far more would leave the host without memory
 LOOPBACK = "127.0.0.1"
+LOOPBACK_SECONDS = 5   # far more than it takes within a host
+INIT_SECONDS = 300.0   # until ranks that do not meet give up, as torch has it
 MASTER_PORT = 29500    # if --master_port is not given
 # These options start ranks; they are not passed on to them.
 LAUNCHER_OPTIONS = ("nnodes", "nproc_per_node", "node_rank", "master_addr", "master_port")
@@ -45,7 +48,7 @@ def start_ranks_if_asked(args: argparse.Namespace, argv: list[str]) -> None:
     arguments of `argv`, and exit with their code. Returns only if neither is given.
 
     Raises: ValueError for options that do not fit together, SetupError for variables of a launcher
-        that are incomplete or disagree."""
+        that are incomplete or disagree, or without a loopback."""
     given = {name: getattr(args, name) for name in LAUNCHER_OPTIONS
              if getattr(args, name) is not None}
     if not given:
@@ -65,7 +68,7 @@ def start_ranks_if_asked(args: argparse.Namespace, argv: list[str]) -> None:
     print(f"starting {per_node} rank(s) here, on node {node_rank} of {n_nodes}", file=sys.stderr,
           flush=True)
     sys.exit(run_ranks(["-u", *this_program(), *rest], per_node, n_nodes, node_rank, master_addr,
-                       args.master_port or MASTER_PORT))
+                       args.master_port or MASTER_PORT, args.init_timeout))
 
 
 def check_launcher_options(given: dict) -> None:
@@ -105,7 +108,8 @@ def this_program() -> list[str]:
 
 
 def run_ranks(command: list[str], per_node: int, n_nodes: int = 1, node_rank: int = 0,
-              master_addr: str | None = None, master_port: int = MASTER_PORT) -> int:
+              master_addr: str | None = None, master_port: int = MASTER_PORT,
+              init_timeout: float = INIT_SECONDS) -> int:
     """Run the ranks of this node to their end; returns their exit code.
 
     Signals are passed on to the ranks. When a rank fails, the others are ended.
@@ -114,7 +118,9 @@ def run_ranks(command: list[str], per_node: int, n_nodes: int = 1, node_rank: in
         command: arguments for the Python interpreter.
         per_node: number of ranks here, the same on every node. node_rank: number of this node.
         master_addr: host of rank 0, which listens there at master_port; None: all ranks are on this
-            node, and meet in a store of this process, at a port that the kernel chooses."""
+            node, and meet in a store of this process, at a port that the kernel chooses.
+        init_timeout: seconds for that store to open.
+    Raises: SetupError if the ranks are to meet at 127.0.0.1, and nobody can be reached there."""
     n_ranks = n_nodes * per_node
     environment = dict(os.environ)
     environment.setdefault("OMP_NUM_THREADS", "1")     # as torchrun does
@@ -122,8 +128,10 @@ def run_ranks(command: list[str], per_node: int, n_nodes: int = 1, node_rank: in
     environment["LOCAL_WORLD_SIZE"] = str(per_node)
     environment["TORCHELASTIC_RUN_ID"] = "none"        # torchrun's default, equal on all nodes
     environment["TORCHELASTIC_RESTART_COUNT"] = "0"
+    if master_addr in (None, LOOPBACK):
+        check_loopback()
     if master_addr is None:
-        store = open_store()     # it ends with this function
+        store = open_store(init_timeout)     # it ends with this function
         environment["MASTER_ADDR"] = store.host
         environment["MASTER_PORT"] = str(store.port)
         environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"
@@ -147,12 +155,26 @@ def run_ranks(command: list[str], per_node: int, n_nodes: int = 1, node_rank: in
     return choose_exit_code(codes, n_ranks)
 
 
-def open_store() -> dist.TCPStore:
-    """A store on this host for ranks on this host, which no other host can reach."""
+def check_loopback() -> None:
+    """Raise SetupError where a process cannot reach another one of this host: torch would try again
+    for minutes, and end with its stacks."""
+    try:
+        with socket.create_server((LOOPBACK, 0)) as listener:
+            socket.create_connection(listener.getsockname(), LOOPBACK_SECONDS).close()
+    except OSError as error:
+        raise SetupError(f"{LOOPBACK} cannot be reached here ({error.strerror or error}); expected "
+                         "to, as the ranks meet there. Is the loopback up? In a sandbox or "
+                         "container, as root:\n  ip link set lo up") from None
+
+
+def open_store(seconds: float = INIT_SECONDS) -> dist.TCPStore:
+    """A store on this host for ranks on this host, which no other host can reach.
+
+    seconds: until it gives up."""
     listener = socket.create_server((LOOPBACK, 0))
     port = listener.getsockname()[1]
-    return dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False,
-                         master_listen_fd=listener.detach())
+    return dist.TCPStore(LOOPBACK, port, is_master=True, timeout=timedelta(seconds=seconds),
+                         wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 @contextlib.contextmanager

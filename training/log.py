@@ -34,7 +34,7 @@ LINE_SECONDS = 30       # between two lines of a log file that say how far some 
 class RunLog:
     """Writes the metrics of a run to its file, to the screen and to trackers.
 
-    run_dir: folder, made if missing. total_steps: for the bar and the time left.
+    run_dir: folder, made if missing. total_steps: for the progress and the time left.
     """
 
     def __init__(self, run_dir, is_main, total_steps):
@@ -42,7 +42,7 @@ class RunLog:
         self.is_main = is_main
         self.total_steps = total_steps
         self.file = None       # metrics.jsonl, open from the first row on
-        self.bar = None
+        self.bar = None        # the line on a terminal that shows the progress
         self.began = None      # (step, time) of the first progress()
         self.trackers = []
         if is_main:
@@ -125,40 +125,39 @@ class RunLog:
             write_text_atomic(self.path, rows_up_to(self.path, step))
 
     def progress(self, step, rate=None, **numbers):
-        """Show the progress: as a bar on stderr if that is a terminal, else as a line on stdout.
+        """Show the progress: on a terminal (see on_terminal) in one line, which stays at its
+        bottom, else as a line on stdout.
 
-        rate: residues/s of all ranks. numbers: further values to show, by name.
+        rate: (units per second of all ranks, unit), such as (12300, "res"). numbers: further values
+        to show, by name.
         """
         if not self.is_main:
             return
         now = time.monotonic()
         if self.began is None:
             self.began = (step, now)
-            if sys.stderr.isatty():
-                self._open_bar(step)
+            if on_terminal():
+                self.bar = progress_bar(True, bar_format="{desc}")   # the text says how far it is
         fields = [f"step {step}/{self.total_steps}"]
         for name, value in numbers.items():   # four digits, with zeros, so that columns line up
             digits = f"{value:,}" if isinstance(value, int) else f"{value:#.4g}".rstrip(".")
             fields.append(f"{name} {digits}")
         if rate is not None:
-            fields.append(f"{rate:,.0f} res/s")
+            per_second, unit = rate
+            digits = f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:#.3g}"
+            fields.append(f"{digits} {unit}/s")
         first, since = self.began
         if step > first:
             left = (now - since) / (step - first) * (self.total_steps - step)
             fields.append(f"ETA {datetime.timedelta(seconds=int(left))}")
         line = "  ".join(fields)
         if self.bar is not None:
-            self.bar.n = step
             self.bar.set_description_str(line)
         else:
             print_line(line)
 
-    def _open_bar(self, step):
-        self.bar = progress_bar(True, total=self.total_steps, initial=step,
-                                bar_format="{desc}  |{bar}|")
-
     def say(self, text):
-        """Print a line on stdout without breaking the bar."""
+        """Print a line on stdout, above the one that shows the progress."""
         if not self.is_main:
             return
         if self.bar is None:
@@ -191,6 +190,12 @@ def open_log(run, ddp) -> RunLog:
     return log
 
 
+def on_terminal() -> bool:
+    """Whether both outputs are a terminal, so that a line of progress can stay at its bottom. With
+    `| tee`, what is printed above that line would come late, and the line twice."""
+    return sys.stdout.isatty() and sys.stderr.isatty()
+
+
 def progress_bar(is_main: bool, **options):
     """A tqdm bar on stderr, which goes when it ends; none without a terminal or on other ranks.
 
@@ -208,7 +213,7 @@ def show_progress(items: Sequence, ddp: Ddp, text: str) -> Iterator:
     then, if it takes long. text: what is done, such as "reference, validation pairs"."""
     if not ddp.is_main:
         yield from items
-    elif sys.stderr.isatty():
+    elif on_terminal():
         yield from progress_bar(True, iterable=items, desc=text,
                                 bar_format="{desc} {percentage:3.0f} % |{bar}|")
     else:

@@ -10,15 +10,28 @@ With a configuration, --help lists its keys, with defaults and units.
 import argparse
 import dataclasses
 import difflib
+import os
 import re
 import sys
 import textwrap
 import typing
 
 from training.config import key_fields, names_of_keys, types_of
+from training.problems import in_columns
 
 WIDTH = 79          # columns of --help
 KEY_WIDTH = 26      # of these, for the name of a key and its default
+LOCAL_RANK = ("--local-rank", "--local_rank")   # python -m torch.distributed.launch adds one
+
+
+class CheckLocalRank(argparse.Action):
+    """An option that says what LOCAL_RANK says too, and is checked against it."""
+
+    def __call__(self, parser, namespace, value, option=None):
+        expected = os.environ.get("LOCAL_RANK", "0")
+        if value != expected:
+            parser.error(f"found {option} {value}, and LOCAL_RANK={expected} in the environment; "
+                         "expected the same. Start with torchrun")
 
 
 class Parser(argparse.ArgumentParser):
@@ -29,6 +42,8 @@ class Parser(argparse.ArgumentParser):
         config: the dataclass whose keys the command line sets with section.key=value, if any."""
         first_line = (description or "").partition("\n")[0]
         super().__init__(*args, description=first_line, **options)
+        self.add_argument(*LOCAL_RANK, action=CheckLocalRank, default=argparse.SUPPRESS,
+                          help=argparse.SUPPRESS)
         self.config = config
         self.given = []     # the arguments that are parsed
 
@@ -52,7 +67,8 @@ class Parser(argparse.ArgumentParser):
                 if field.metadata.get("flag")}
 
     def format_help(self):
-        text = super().format_help()
+        usage, _, rest = super().format_help().partition("\n\n")
+        text = f"{in_columns(usage)}\n\n{rest}"    # argparse breaks no group of options
         if self.config:
             text += "\n" + describe_keys(self.config)
         return text
@@ -81,13 +97,14 @@ class Parser(argparse.ArgumentParser):
             name = word.partition("=")[0]
             if name == "--":    # what follows is no option
                 break
-            if not re.match("--?[A-Za-z]", name) or name in known:
+            if not re.match("--?[A-Za-z]", name) or name in (*known, *LOCAL_RANK):
                 continue
             plain = name.strip("-").replace("-", "_")
             keys = [f"{dotted}=VALUE" for dotted in config_keys
                     if f".{dotted}".endswith(f".{plain}")]
-            near = difflib.get_close_matches(f"--{plain}", known, 1)
-            if keys and near != [f"--{plain}"]:
+            names = {option.strip("-"): option for option in known}
+            near = [names[text] for text in difflib.get_close_matches(plain, names, 1)]
+            if keys and plain not in names:
                 near = keys
             if near:
                 sentences.append(f" Did you mean {near[0]}, not {name}?")

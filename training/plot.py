@@ -1,15 +1,16 @@
 """Draw the curves of one or several runs into one PNG; matplotlib is needed.
 
 SEDD: loss with validation and what letter frequencies alone give, learning rate, throughput, norm
-of the gradient. DPO: loss, accuracy, margins and rewards, recovery, KL divergence. A panel is drawn
-if at least one run has its metrics.
+of the gradient. DPO: loss, correlation with the measured values, accuracy, margins and rewards,
+recovery, KL divergence. A panel is drawn if at least one run has its metrics; how the steps went
+(TECHNICAL) only if one is no short run.
 """
 import math
 from pathlib import Path
 
 import numpy as np
 
-from training.files import write_whole
+from training.figures import make_figure, save_figure
 from training.log import read_rows
 
 # (title, unit of the vertical axis, {key of metrics.jsonl: line style}). Style "~" is for noisy
@@ -17,6 +18,8 @@ from training.log import read_rows
 PANELS = (
     ("loss", "nats (pretraining: per residue)",
      {"loss": "~", "val/loss": "o-", "val/unigram": "level:", "val/exact": "level--"}),
+    ("ranks of measured values", "Spearman's correlation",
+     {"val/spearman": "o-", "spearman": "o--"}),
     ("rewards", "nats", {"val/rewards/chosen": "-", "val/rewards/rejected": "--"}),
     ("accuracy", "share of pairs", {"rewards/accuracies": "~", "val/rewards/accuracies": "o-"}),
     ("margin of the rewards", "nats", {"rewards/margins": "~", "val/rewards/margins": "o-"}),
@@ -26,6 +29,9 @@ PANELS = (
     ("throughput", "residues per second", {"residues_per_second": "-"}),
     ("pairs", "pairs per second", {"pairs_per_second": "-"}),
     ("norm of the gradient", "", {"grad_norm": "~"}))
+TECHNICAL = ("learning rate", "throughput", "pairs", "norm of the gradient")
+SHORT = 50        # steps of a run, of which these say nothing
+LABELS = {"spearman": "spearman (of the variants trained on)"}   # of keys that do not say it all
 SMOOTHED = 200    # a curve of more points is drawn as means over neighbouring points
 
 
@@ -33,18 +39,14 @@ def draw(runs, path) -> None:
     """Draw {name: rows} into a PNG at `path`. Each of several runs has its own colour.
 
     Raises: ValueError if nothing can be drawn, ImportError without matplotlib."""
-    panels = []
-    for title, unit, styles in PANELS:
-        if any(points(rows, key) for rows in runs.values() for key in styles):
-            panels.append((title, unit, styles))
+    panels = choose_panels(runs)
     if not panels:
         raise ValueError(f"{', '.join(runs)}: found none of the metrics that are drawn; expected "
                          "those of docs/metrics.md.")
-    from matplotlib.figure import Figure
     columns = min(len(panels), 2 if len(panels) <= 4 else 3)
     lines = math.ceil(len(panels) / columns)
     for_names = 0.25 * math.ceil(len(runs) / columns)   # inches for the names of the runs
-    figure = Figure(figsize=(5.5 * columns, 3.2 * lines + for_names), layout="constrained")
+    figure = make_figure(figsize=(5.5 * columns, 3.2 * lines + for_names))
     axes = figure.subplots(lines, columns, squeeze=False)
     for axis in axes.flat[len(panels):]:
         axis.set_axis_off()
@@ -56,7 +58,18 @@ def draw(runs, path) -> None:
             axis.set_ylim(bottom=0)
     if len(runs) > 1:
         _name_runs(figure, runs, colors, columns)
-    write_whole(path, lambda file: figure.savefig(file, dpi=110, format="png"))
+    save_figure(figure, path, dpi=110)
+
+
+def choose_panels(runs) -> list[tuple]:
+    """Those of PANELS that say something about {name: rows}."""
+    are_short = max(rows[-1]["step"] for rows in runs.values()) < SHORT
+    panels = []
+    for title, unit, styles in PANELS:
+        has_points = any(points(rows, key) for rows in runs.values() for key in styles)
+        if has_points and not (are_short and title in TECHNICAL):
+            panels.append((title, unit, styles))
+    return panels
 
 
 def rows_of(folder) -> list[dict]:
@@ -112,7 +125,7 @@ def _draw_panel(axis, styles, runs, colors):
             labels.add(key)
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.grid(alpha=0.3)
-    if len(labels) > 1:
+    if len(styles) > 1:    # which of them it is, also where there is one
         legend = axis.legend(fontsize="small")
         if several:
             for handle in legend.legend_handles:
@@ -121,14 +134,15 @@ def _draw_panel(axis, styles, runs, colors):
 
 def _draw_curve(axis, key, style, curve, color, with_label):
     steps, values = zip(*curve)
-    label = key if with_label else None
+    label = LABELS.get(key, key) if with_label else None
     if style.startswith("level"):
         axis.axhline(values[-1], linestyle=style.removeprefix("level"), color=color, label=label)
     elif style == "~":
-        if with_label:
+        means = running_mean(values)
+        if with_label and not np.array_equal(means, values):    # as of a short run
             label = f"{key} (running mean; pale: steps)"
         axis.plot(steps, values, color=color, alpha=0.3)
-        axis.plot(steps, running_mean(values), color=color, label=label)
+        axis.plot(steps, means, color=color, label=label)
     else:
         axis.plot(steps, values, style, color=color, markersize=3, label=label)
 

@@ -1,4 +1,12 @@
-"""Problems of an input that are found together are told together."""
+"""Problems of an input that are found together are told together, in lines of 80 columns."""
+import re
+import textwrap
+
+from ddp_setup import Ddp
+
+WIDTH = 80              # columns
+FIRM_BLANK = "\u00a0"   # textwrap does not break there
+HEAD = r"([^:\n]+: )?error: "
 
 
 def refuse(problems: list[str], heading: str = "", most: int = 10) -> None:
@@ -17,3 +25,31 @@ def refuse(problems: list[str], heading: str = "", most: int = 10) -> None:
     if heading:
         raise ValueError("\n  ".join([heading, *lines]))
     raise ValueError("\n".join(lines))
+
+
+def in_columns(text: str, ddp: Ddp | None = None) -> str:
+    """The text of a message with its lines filled to 80 columns.
+
+    A line keeps its indentation; a word that is longer, such as a path, is not broken. What stands
+    up to "error:" keeps the word that follows, so that who searches a log for it finds more.
+
+    Args:
+        text: one or several lines.
+        ddp: of the rank that prints it by `abort`, which among several puts the rank before it."""
+    filled = []
+    taken = 0    # columns of the first line
+    if ddp is not None and ddp.world_size > 1:
+        taken = len(f"[{ddp.place}] ")
+    head = re.match(HEAD, text)
+    if head:
+        text = head[0].replace(" ", FIRM_BLANK) + text[head.end():]
+    for line in text.split("\n"):
+        words = line.lstrip(" ")
+        indent = " " * (len(line) - len(words))
+        wrapped = textwrap.fill(words, WIDTH, initial_indent=" " * taken + indent,
+                                subsequent_indent=indent, expand_tabs=False,
+                                replace_whitespace=False, break_long_words=False,
+                                break_on_hyphens=False)
+        filled.append(wrapped[taken:])
+        taken = 0
+    return "\n".join(filled).replace(FIRM_BLANK, " ")

@@ -2,7 +2,7 @@
 
 A script's `prepare` asks one object, which is the same for a new run and a continued one:
 
-    start = start_or_continue(config, ddp, work_dir, resume, fresh, anew)
+    start = start_or_continue(config, ddp, work_dir, resume, fresh, anew)   # then: start.config
     start.check_data("proteins", fingerprint)
     lr, warmup = start.rate(lr_batch)
     progress = start.progress(SEEN, initial, n_iters)
@@ -154,13 +154,15 @@ class Start:
         return micro_batches
 
 
-def start_or_continue(config, ddp, work_dir, resume, fresh, anew) -> Start:
+def start_or_continue(config, ddp, work_dir, resume, fresh, anew, complete=None) -> Start:
     """Decide on rank 0 what to continue from; all ranks read the same checkpoint. A collective.
 
     Args:
         work_dir: Path of the run folder. resume, fresh: see find_checkpoint.
         anew: options, as text, that start a new run from this run's weights, for messages;
             {path} in it is that of the checkpoint.
+        complete: function (config, content of the checkpoint or None) -> the config of the run,
+            with what it takes from the weights that the run begins with; None: all is given.
     Raises: ValueError for options or a checkpoint that cannot be, and, on every rank, for a config
         that is not the same on all."""
     check_options(work_dir, resume, fresh)
@@ -170,12 +172,16 @@ def start_or_continue(config, ddp, work_dir, resume, fresh, anew) -> Start:
         path = find_checkpoint(work_dir, resume, fresh)
     path = broadcast(path, ddp)
     if path is None:
+        if complete is not None:
+            config = complete(config, None)
         return Start(config, ddp, work_dir)
     path = newest_checkpoint(path, ddp)   # last-1.pt, where last.pt is damaged
     state = load_checkpoint(path, ddp)
     options = anew.replace("{path}", path)
     further = f" To train its weights further, as a new run: {options} --work_dir NEW."
     with using_checkpoint(path):
+        if complete is not None:
+            config = complete(config, state)
         check_config(path, state, config, further)
         check_weights(path, state["model"])
     return Start(config, ddp, work_dir, path, state, further)

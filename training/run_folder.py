@@ -18,6 +18,7 @@ from training.files import write_text_atomic
 from training.log import print_line, read_rows
 from training.loop import is_finished
 from training.plot import draw, rows_of
+from training.problems import in_columns
 
 # A folder with none of these names in it is not taken for a run folder.
 MARKS = {"lock", "metrics.jsonl", "checkpoints", "config.yaml", "status.json"}
@@ -80,38 +81,55 @@ def names_in(run_dir) -> list[str]:
 
 # ---------------------------------------------------------------- the end of a run
 def finish_run(run, log, watch, reason, result, seconds, lines) -> dict:
-    """The end of training: close the log, print the result or how to go on.
+    """The end of training: close the log, print the result or how to go on, draw the curves.
 
-    reason: why the run stopped before its end. seconds: duration of training. lines: function that
-    returns lines of text on the result of a finished run.
+    reason: why the run stopped before its end. seconds: duration of training. lines: function (row
+    of metrics, folder of the run) -> lines of text on what was learned and where it is.
     Returns: `result`; if the run stopped before its end, with "stopped": reason."""
     log.close()
-    ddp = watch.ddp
-    write = functools.partial(print0, ddp)
-    finished = run.progress["finished"]
-    if finished:
-        watch.reason = finished   # for status.json: no stop counts any more
-        loss = f", training loss {result['loss']:.4f}" if "loss" in result else ""
-        if "mfu" in result:
-            loss += f", mfu {result['mfu']:.3f}"
-        text = [f"Finished at step {result['step']:,} ({finished}) after {seconds / 60:.1f} "
-                f"min{loss}", *lines()]
-        bad_steps, _ = run.progress["bad_steps"]
-        if bad_steps:
-            text.append(f"  ATTENTION: {bad_steps:,} steps were skipped, as their loss or gradient "
-                        "was\n    nan or infinite")
-        print_line("\n".join(text), write)
-        if ddp.is_main:
-            draw_curves(run.work_dir)
-        return result
+    if run.progress["finished"]:
+        watch.reason = run.progress["finished"]   # for status.json: no stop counts any more
+        text = [*finished_lines(run, result, seconds), *lines(result, run.work_dir),
+                *skipped_lines(run)]
+    else:
+        watch.note_stop()     # everything is saved, and the time may be short
+        result = {**result, "stopped": reason}
+        text = [stopped_line(run, reason)]
+        if run.progress["step"] > run.sampler.first:
+            text += lines({"step": run.progress["step"]}, run.work_dir)
+    print_line("\n".join(text), functools.partial(print0, watch.ddp))
+    if watch.ddp.is_main:
+        draw_curves(run.work_dir)
+    return result
+
+
+def finished_lines(run, result, seconds) -> list[str]:
+    """That a run is finished, and how. For arguments see finish_run."""
+    loss = f", training loss {result['loss']:.4f}" if "loss" in result else ""
+    if "mfu" in result:
+        loss += f", mfu {result['mfu']:.3f}"
+    return [f"Finished at step {result['step']:,} ({run.progress['finished']}) after "
+            f"{seconds / 60:.1f} min{loss}"]
+
+
+def skipped_lines(run) -> list[str]:
+    """How many steps were bad, if any were."""
+    bad_steps, _ = run.progress["bad_steps"]
+    if not bad_steps:
+        return []
+    return [in_columns(f"  ATTENTION: {bad_steps:,} steps were skipped, as their loss or gradient "
+                       "was nan or infinite")]
+
+
+def stopped_line(run, reason) -> str:
+    """Why a run has stopped, what is saved, and how to go on."""
     last = run.work_dir / "checkpoints" / "last.pt"
     checkpoint = last if last.exists() else run.continued_from or "nothing yet"
     saved = f"Saved: {checkpoint}."
     if run.progress["step"] == run.sampler.first:
         saved = f"This start did no step and wrote nothing. Saved before: {checkpoint}."
-    print_line(f"Stopped at step {run.progress['step']:,} of {run.n_iters:,}: {reason}. {saved} "
-               f"{HOW_TO_GO_ON}", write)
-    return {**result, "stopped": reason}
+    return in_columns(f"Stopped at step {run.progress['step']:,} of {run.n_iters:,}: {reason}. "
+                      f"{saved} {HOW_TO_GO_ON}")
 
 
 def say_finished(run, ddp, lines) -> dict:
@@ -138,12 +156,18 @@ def say_finished(run, ddp, lines) -> dict:
 
 
 def draw_curves(folder) -> None:
-    """Draw curves.png of a run, if matplotlib is installed. An error here does not fail the run."""
+    """Draw curves.png of a run that has logged a row, and say where it is, or why there is none. An
+    error here does not fail the run."""
     try:
+        if not read_rows(folder / "metrics.jsonl"):    # it was stopped before
+            return
         draw({folder.name: rows_of(folder)}, folder / "curves.png")
     except ImportError:   # matplotlib is optional
-        return
+        print_line("  picture   none without matplotlib: pip install matplotlib, then\n"
+                   f"    python plot_run.py {folder}")
     except Exception as error:
-        print_line(f"ATTENTION: no picture was drawn: {type(error).__name__}: {error}")
-        return
-    print_line(f"  picture   {folder / 'curves.png'}")
+        print_line(in_columns(f"ATTENTION: no picture was drawn: {type(error).__name__}: {error}"))
+    except KeyboardInterrupt:   # Ctrl-C again: the run is saved, and has said so
+        print_line("  picture   none, interrupted (Ctrl-C)")
+    else:
+        print_line(f"  picture   {folder / 'curves.png'}")

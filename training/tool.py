@@ -17,6 +17,7 @@ from ddp_setup import BAD_INPUT, abort, barrier, print0, setup_ddp
 from ddp_watch import INTERRUPTED
 from training.files import check_writable, write_text_atomic
 from training.launch import start_ranks_if_asked
+from training.problems import in_columns
 
 PATIENCE = 6 * 3600.0   # seconds that ranks wait for a rank with more work
 
@@ -47,14 +48,14 @@ def run_tool(script, argv, read_arguments, run) -> None:
                 abort(ddp, "nobody reads the output any longer")
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         except (ValueError, OSError) as error:
-            abort(ddp, f"{script}: error: {error}", BAD_INPUT)
+            abort(ddp, in_columns(f"{script}: error: {error}", ddp), BAD_INPUT)
         except KeyboardInterrupt:
             abort(ddp, f"{script}: interrupted (Ctrl-C)", INTERRUPTED)
 
 
 def end_with_error(script, error):
     """End with one message and the exit code for bad input."""
-    print(f"{script}: error: {error}", file=sys.stderr)
+    print(in_columns(f"{script}: error: {error}"), file=sys.stderr)
     sys.exit(BAD_INPUT)
 
 

@@ -130,12 +130,17 @@ def test_each_protein_has_noise_of_its_own(letters):
     assert (by_level[10] & ~by_level[20]).any()   # of one draw, the latter would hold the former
 
 
-def test_the_standard_error_is_that_of_the_mean_difference_from_the_exact_value(letters):
+@pytest.mark.parametrize("beside", ["exact", "unigram"])
+def test_a_standard_error_is_that_of_the_mean_difference_from_what_it_is_named_after(
+        letters, beside):
     """Proteins of one length: the standard deviation of differences by residue / sqrt(n)."""
     validation = validation_of(letters)
-    validation.exact = np.full(40, 100.0)
+    validation.exact = np.linspace(99, 101, 40)
+    validation.unigram_nll = np.linspace(150, 140, 40)
+    known = {"exact": validation.exact, "unigram": validation.unigram_nll}[beside]
     difference = torch.linspace(3, 9, 40, dtype=torch.float64)
-    found = validation.summarise(100 + difference)["val/standard_error"]
+    values = validation.summarise(difference + torch.from_numpy(known))
+    found = values[f"val/{beside}_standard_error"]
     assert found == pytest.approx(float((difference / 50).std(correction=0)) / 40**0.5)
 
 
@@ -160,9 +165,20 @@ def test_generation_in_training_gives_the_network_sigma_and_not_t():
     torch.testing.assert_close(torch.stack(sigmas), expected[:, None].expand(-1, 2))
 
 
-@pytest.mark.parametrize("gain, said", [(-0.1, " no better"), (0.01, " hardly better"), (0.1, "")])
-def test_the_end_says_whether_more_than_letter_frequencies_was_learned(gain, said):
+@pytest.mark.parametrize("gain, error, said", [
+    (-0.1, 0.01, " no better"), (0.01, 0.001, " hardly better"), (0.1, 0.01, ""),
+    (0.1, 0.11, " hardly better"), (0.01, None, " hardly better"), (0.1, None, "")])
+def test_the_end_says_whether_more_than_letter_frequencies_was_learned(gain, error, said):
     row = {"step": 1, "val/loss": math.log(18) - gain, "val/unigram_perplexity": 18.0}
+    if error is not None:    # that of a single protein is not known
+        row["val/unigram_standard_error"] = error
     best = {"step": 1, "score": row["val/loss"]}
     text = "\n".join(result_lines(row, {"best": best}, Path("run")))
     assert ("ATTENTION" in text) == bool(said) and said in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_a_single_protein_has_no_standard_error(letters):
+    validation = validation_of(letters[:1])
+    values = validation.summarise(torch.tensor([100.0], dtype=torch.float64))
+    assert not [name for name in values if "error" in name]

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import prepare_uniref50
-from launchers import ROOT
+from launchers import ROOT, Printed
 from proteins.letters import AMINO_ACIDS, decode
 from proteins.sequences import order_words, read_sequences, split_by_hash
 
@@ -31,8 +31,8 @@ def prepare(out, *files, **options):
 
 def refusal(capsys, out, *files, **options):
     assert prepare(out, *files, **options) == 2
-    message = capsys.readouterr().err.splitlines()[-1]
-    assert message.startswith("error: ")
+    message = Printed(capsys.readouterr().err)
+    assert "\nerror: " in f"\n{message}"
     return message
 
 
@@ -181,7 +181,7 @@ def test_a_wrong_command_line_is_one_sentence_and_code_2(words, capsys):
 
 def test_without_a_file_the_script_that_downloads_one_is_named(out, capsys):
     assert prepare_uniref50.main([str(out)]) == 2
-    message, = capsys.readouterr().err.splitlines()
+    message = Printed(capsys.readouterr().err)
     assert message.startswith("error: found no file of proteins; expected --fasta FILE")
     assert "bash jobs/download_uniref50.sh" in message
     assert not out.parent.joinpath("out.partial").exists()

@@ -120,6 +120,8 @@ def test_a_key_with_a_limit_of_another_name_is_refused():
     ("optim: {warm_up: 3}", "unknown key 'optim.warm_up'. Did you mean 'optim.warmup'?"),
     ("optimizer: {lr: 3}", "unknown section or key 'optimizer'. Did you mean 'optim'?"),
     ("optim: {accum: 3}", "Did you mean 'training.accum'?"),
+    ("optim: {acum: 3}", "Known here: "),         # like training.accum, which is elsewhere
+    ("learning_rate: 3", "Known here: "), ("warmup: 3", "Did you mean 'optim.warmup'?"),
     ("optim: {qqqq: 3}", "Known here: lr, warmup, betas, milestones, scale"),
     ("optim: {1: 3}", "unknown key 'optim.1'"), ("optim:\n", "section 'optim' is nothing"),
     ("optim:\n  lr: 1\n  lr: 2\n", "line 3: found the key 'lr' again"),

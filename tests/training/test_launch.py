@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import subprocess
 import socket
 
 import pytest
@@ -10,8 +11,8 @@ import torch
 
 import sample_sedd
 import train_sedd_ddp
-from launchers import (ROOT, Running, await_that, clean_environment, command, fork_ranks,
-                       run_ranks, slow, start_ranks)
+from launchers import (ROOT, Printed, Running, await_that, clean_environment, command,
+                       fork_ranks, run_ranks, slow, start_ranks)
 from training import launch
 
 # Hands over; then each rank writes what it is, and ends as --end says. Only the first one imports
@@ -258,6 +259,17 @@ def test_ranks_that_are_refused_end_with_code_2_and_one_message(tmp_path):
     assert result.stderr.count("error: ") == 1 and "xpu" in result.stderr, result.text
 
 
+def test_without_a_loopback_one_message_says_so_at_once(tmp_path):
+    without_network = ["unshare", "--net"]
+    if subprocess.run([*without_network, "true"], capture_output=True).returncode:
+        pytest.skip("unshare --net needs root and the right to make namespaces")
+    words = command("ours", 2, [ROOT / "sample_sedd.py", "none.pt"])
+    with Running([*without_network, *words], tmp_path, clean_environment()) as running:
+        done = running.wait(timeout=60)     # torch gives up after 300 s
+    assert done.returncode == 2 and done.stderr.count("error: ") == 1, done.text
+    assert "127.0.0.1 cannot be reached here (Network is unreachable)" in done.stderr, done.text
+
+
 @pytest.mark.parametrize("main, words", [
     (train_sedd_ddp.main, ["--config", str(ROOT / "configs" / "sedd_demo.yaml")]),
     (sample_sedd.cli, ["none.pt"])])
@@ -270,4 +282,5 @@ def test_a_variable_that_a_launcher_has_left_over_gives_one_message_and_code_2(
             main([*words, *more])
         said = capsys.readouterr()
         assert end.value.code == 2 and said.err.count("error: ") == 1, said.err
-    assert "started rank 3 but sets no number of ranks" in said.err and not os.listdir(tmp_path)
+    assert "started rank 3 but sets no number of ranks" in Printed(said.err)
+    assert not os.listdir(tmp_path)

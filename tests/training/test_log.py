@@ -4,6 +4,7 @@ ranks."""
 import contextlib
 import dataclasses
 import os
+import re
 import sys
 import time
 from types import SimpleNamespace
@@ -93,16 +94,53 @@ def test_other_ranks_write_and_print_nothing(tmp_path, capsys):
     assert capsys.readouterr() == ("", "") and not (tmp_path / "run").exists()
 
 
-def test_on_a_terminal_a_bar_shows_the_numbers_and_say_does_not_break_it(
+def be_on_terminal(monkeypatch, stdout=True, stderr=True):
+    """Let the outputs that capsys captures be a terminal. To be called in the test itself."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: stdout)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: stderr)
+
+
+def test_on_a_terminal_a_line_shows_the_numbers_and_say_does_not_break_it(
         tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    be_on_terminal(monkeypatch)
     log = RunLog(tmp_path, True, 10)
     log.progress(4, loss=2.81)
     log.say("saved last.pt")
-    log.progress(5, loss=2.75, rate=12300, bad=3)
+    log.progress(5, loss=2.75, rate=(12300, "res"), bad=3)
     log.close()
     out, err = capsys.readouterr()
     assert out == "saved last.pt\n" and "step 5/10  loss 2.750  bad 3  12,300 res/s" in err
+
+
+@pytest.mark.parametrize("step, total", [(23, 120), (1234, 9600)])
+def test_what_dpo_shows_fits_into_a_terminal(step, total, tmp_path, capsys, monkeypatch):
+    be_on_terminal(monkeypatch)
+    monkeypatch.setenv("COLUMNS", "80")
+    log = RunLog(tmp_path, True, total)
+    for number in (step - 1, step):
+        log.progress(number, loss=0.4662, acc=0.8125, margin=0.7533, rate=(125.3, "pairs"))
+    shown = capsys.readouterr().err.split("\r")[-1]
+    whole = rf"step {step}/{total} .*  125 pairs/s  ETA \d+:\d\d:\d\d"
+    assert re.fullmatch(whole, shown), shown
+    log.close()
+
+
+@pytest.mark.parametrize("piped", ["stdout", "stderr"])
+def test_a_line_of_progress_comes_once_where_an_output_is_no_terminal(
+        piped, tmp_path, capsys, monkeypatch):
+    """As with `| tee`, which prints on the same terminal, later."""
+    be_on_terminal(monkeypatch, **{piped: False})
+    log = RunLog(tmp_path, True, 10)
+    log.progress(4, loss=2.81)
+    log.say("saved last.pt")
+    log.close()
+    assert capsys.readouterr() == ("step 4/10  loss 2.810\nsaved last.pt\n", "")
+
+
+@pytest.mark.parametrize("per_second, shown", [(12300, "12,300"), (98.76, "98.8"), (0.25, "0.250")])
+def test_a_slow_rate_is_not_rounded_to_nothing(per_second, shown, tmp_path, capsys):
+    RunLog(tmp_path, True, 10).progress(4, rate=(per_second, "pairs"))
+    assert capsys.readouterr().out == f"step 4/10  {shown} pairs/s\n"
 
 
 def test_long_work_shows_in_a_log_how_far_it_is(capsys, monkeypatch):
@@ -112,7 +150,7 @@ def test_long_work_shows_in_a_log_how_far_it_is(capsys, monkeypatch):
 
 
 def test_long_work_shows_a_bar_on_a_terminal(capsys, monkeypatch):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    be_on_terminal(monkeypatch)
     assert list(show_progress("abcd", Ddp(), "reference, pairs")) == list("abcd")
     out, err = capsys.readouterr()
     assert out == "" and "reference, pairs" in err

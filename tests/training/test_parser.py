@@ -52,6 +52,16 @@ def test_help_shows_the_first_line_of_a_docstring_if_there_is_one(capsys, descri
     assert capsys.readouterr().out.split() == ["usage:", "draw", *shown.split()]
 
 
+def test_the_usage_of_a_script_has_at_most_80_columns(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    parser = Parser(prog="draw", allow_abbrev=False)
+    group = parser.add_mutually_exclusive_group()
+    for name in ("--length", "--scaffold", "--infill", "--score", "--export"):
+        group.add_argument(name, metavar="A_LONG_NAME")
+    usage = parser.format_help().partition("\n\n")[0]
+    assert usage.count("A_LONG_NAME") == 5 and max(map(len, usage.split("\n"))) <= 80
+
+
 @pytest.mark.parametrize("script", [train_sedd_ddp, train_dpo_ddp])
 def test_help_of_a_script_has_each_key_with_its_meaning_in_80_columns(script):
     lines = describe_keys(script.Config).split("\n")
@@ -76,9 +86,29 @@ def test_a_misspelled_option_gets_a_suggestion(argv, advice):
         parser.parse_args(argv)
 
 
-def test_an_option_like_no_other_gets_no_suggestion():
+@pytest.mark.parametrize("argv", [["--zzz", "1"], ["--nonsense"], ["--local-rank=0", "--zzz"]])
+def test_an_option_like_no_other_gets_no_suggestion(argv):
     parser = Parser(allow_abbrev=False)
     parser.add_argument("--data")
+    parser.add_argument("--nnodes")
+    parser.add_argument("--node_rank")
     with pytest.raises(ValueError) as caught:
-        parser.parse_args(["--zzz", "1"])
+        parser.parse_args(argv)
     assert "Did you mean" not in str(caught.value)
+
+
+@pytest.mark.parametrize("argv", [["--local-rank=1"], ["--local_rank", "1"]])
+def test_the_local_rank_of_an_old_launcher_is_taken_and_leaves_no_option(argv, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    parser = Parser(allow_abbrev=False)
+    parser.add_argument("--data")
+    assert vars(parser.parse_args([*argv, "--data", "x"])) == {"data": "x"}
+
+
+@pytest.mark.parametrize("variable", ["0", None])
+def test_a_local_rank_other_than_that_of_the_environment_is_refused(variable, monkeypatch):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("LOCAL_RANK", variable)
+    with pytest.raises(ValueError, match="found --local-rank 1, and LOCAL_RANK=0"):
+        Parser().parse_args(["--local-rank=1"])

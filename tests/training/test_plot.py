@@ -2,11 +2,14 @@
 
 import json
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
-from training.plot import SMOOTHED, draw, points, rows_of, running_mean
+from training.plot import SMOOTHED, choose_panels, draw, points, rows_of, running_mean
+from launchers import ROOT, Printed, clean_environment
 from plot_run import main
 
 
@@ -39,17 +42,36 @@ def test_what_letter_frequencies_give_is_drawn_in_nats(tmp_path):
     assert rows_of(folder)[0]["val/unigram"] == math.log(18.0)
 
 
+def titles_of(*rows):
+    return [title for title, *_ in choose_panels({"run": list(rows)})]
+
+
+def test_a_short_run_of_a_table_is_drawn_by_what_tells_whether_it_helped():
+    row = {"loss": 0.6, "rewards/accuracies": 0.7, "spearman": 0.4, "lr": 1e-3, "grad_norm": 1.0,
+           "residues_per_second": 9.0, "pairs_per_second": 4.0}
+    titles = titles_of({"step": 0, "spearman": 0.2}, {"step": 10, **row})
+    assert titles == ["loss", "ranks of measured values", "accuracy"]
+    assert {"learning rate", "throughput", "pairs", "norm of the gradient"} < set(
+        titles_of({"step": 2000, **row}))
+
+
+@pytest.mark.parametrize("key", ["val/spearman", "spearman"])
+def test_the_correlation_stands_behind_the_loss(key):
+    assert titles_of({"step": 1, "loss": 0.6, key: 0.4, "val/recovery": 0.5})[:2] == [
+        "loss", "ranks of measured values"]
+
+
 @pytest.mark.parametrize("rows, words", [([], "is missing or empty"),
                                          ([{"step": 1, "mine": 2.0}], "found none of")])
 def test_what_is_no_run_is_refused(rows, words, tmp_path, capsys):
     assert main([str(write(tmp_path / "run", *rows))]) == 2
-    assert words in capsys.readouterr().err
+    assert words in Printed(capsys.readouterr().err)
 
 
 def test_a_log_is_not_written_over(tmp_path, capsys):
     log = write(tmp_path / "good", {"step": 1, "loss": 2.0}) / "metrics.jsonl"
     assert main([str(log.parent), "--out", str(log)]) == 2
-    assert "ends in .png" in capsys.readouterr().err and log.read_text().startswith("{")
+    assert "ends in .png" in Printed(capsys.readouterr().err) and log.read_text().startswith("{")
 
 
 def test_runs_are_drawn_into_one_picture(tmp_path, capsys, extras):
@@ -61,6 +83,15 @@ def test_runs_are_drawn_into_one_picture(tmp_path, capsys, extras):
     assert main([str(sedd), str(dpo), "--out", str(tmp_path / "both.png")]) == 0
     for path in (sedd / "curves.png", tmp_path / "both.png"):
         assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
+
+
+def test_a_picture_is_drawn_under_a_notebook_whose_backend_is_not_here(tmp_path, extras):
+    pytest.importorskip("matplotlib")
+    run = write(tmp_path / "run", *({"step": k, "loss": 3 - k / 9} for k in range(9)))
+    environment = clean_environment(env={"PYTHONPATH": extras, "MPLBACKEND": "not_installed"})
+    done = subprocess.run([sys.executable, ROOT / "plot_run.py", run], env=environment,
+                          capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and (run / "curves.png").stat().st_size > 10_000, done.stderr
 
 
 def test_each_of_many_runs_has_its_own_colour(tmp_path, monkeypatch, extras):

@@ -6,11 +6,12 @@ import types
 import pytest
 import yaml
 
+import training.run_folder
 from ddp_setup import Ddp
 from ddp_watch import watch_run
 from launchers import ROOT, ForkedRanks, read_status
 from train_sedd_ddp import Config
-from training_runs import prepare_and_train
+from training_runs import SCRIPTS, prepare_and_train
 from training.config import config_to_dict, load_config
 from training.run_folder import refuse_in_use, rename_former, take_folder
 
@@ -124,3 +125,89 @@ def test_a_look_whether_a_folder_is_in_use_writes_nothing(tmp_path):
     refuse_in_use(tmp_path)
     assert os.listdir(tmp_path) == ["lock"]
     assert (tmp_path / "lock").read_text() == "process 5 on n0\n"
+
+
+# ---- the end of a run ----
+
+SEDD = ["model.hidden_size=16", "model.n_blocks=1", "model.n_heads=2", "model.cond_dim=8",
+        "training.batch_size=4", "training.n_iters=9", "training.log_freq=1",
+        "training.eval_freq=2", "data.demo_proteins=100", "data.max_length=20",
+        "data.val_fraction=0.2", "monitoring.n_samples=0"]
+DPO = ["model.base_model_name=random",
+       "model.random={hidden_size: 16, n_encoder: 1, n_decoder: 1, num_edges: 8}",
+       "data.demo_structures=4", "data.demo_pairs=3", "data.val_fraction=0.4",
+       "training.batch_size=4", "training.n_iters=9", "training.log_freq=1",
+       "training.eval_freq=2"]
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The status of a run when its curves are drawn, in a list: a picture is a file of a byte."""
+    statuses = []
+
+    def draw(runs, path):
+        path.write_bytes(b"P")
+        statuses.append(read_status(path.parent)["code"])
+
+    monkeypatch.setattr(training.run_folder, "draw", draw)
+    return statuses
+
+
+def train_until_stopped(what, settings, folder, after):
+    """Train, and ask for a stop in step number `after`."""
+    script = SCRIPTS[what]
+    config = load_config(script.Config, None, [*settings, "training.stop_signals=[SIGUSR1]"])
+
+    def train_and_stop(run, ddp, watch):
+        if after == 0:
+            signal.raise_signal(signal.SIGUSR1)
+
+        def ask(*_):
+            if run.progress["step"] == after - 1:
+                signal.raise_signal(signal.SIGUSR1)
+
+        run.bare.register_forward_pre_hook(ask)
+        return script.train(run, ddp, watch)
+
+    return prepare_and_train(script, config, Ddp(), folder, train=train_and_stop)
+
+
+@pytest.mark.parametrize("what, settings, best", [
+    ("sedd", SEDD, "checkpoints/best.pt (step 2) and last.pt"),
+    ("dpo", DPO, "best_model.pt (step")])
+def test_a_stopped_run_names_its_weights_and_its_picture_which_it_draws_last(
+        what, settings, best, tmp_path, capsys, drawn):
+    """When status.json says already that it has stopped, as little time may be left."""
+    result = train_until_stopped(what, settings, tmp_path, 3)
+    assert "stopped" in result and drawn == [75]
+    out = capsys.readouterr().out
+    end = out[out.index("Stopped at step 3 of 9: SIGUSR1"):]
+    assert f"  weights   {tmp_path}/{best}" in end
+    assert end.splitlines()[-1] == f"  picture   {tmp_path}/curves.png"
+    for line in end.splitlines():     # a path has no place to be broken
+        assert len(line) <= 80 or str(tmp_path) in line
+
+
+def test_a_run_that_stops_before_its_first_row_has_no_picture(tmp_path, capsys, drawn):
+    train_until_stopped("sedd", [*SEDD, "training.log_freq=5", "training.eval_freq=5"], tmp_path, 3)
+    assert drawn == [] and "picture" not in capsys.readouterr().out
+
+
+def test_a_start_that_does_no_step_names_no_weights_that_it_has_not_written(
+        tmp_path, capsys, drawn):
+    train_until_stopped("sedd", SEDD, tmp_path, 0)
+    assert drawn == [] and "weights  " not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("error, said", [
+    (ModuleNotFoundError("No module named 'matplotlib'"), "none without matplotlib: pip install"),
+    (KeyboardInterrupt(), "none, interrupted"), (ValueError("backend"), "ValueError: backend")])
+def test_a_picture_that_is_not_drawn_is_said_and_changes_no_end(
+        error, said, tmp_path, capsys, monkeypatch):
+    def draw(*_):
+        raise error
+
+    monkeypatch.setattr(training.run_folder, "draw", draw)
+    assert "stopped" in train_until_stopped("sedd", SEDD, tmp_path, 2)
+    assert said in capsys.readouterr().out
+    assert read_status(tmp_path)["code"] == 75
