@@ -509,5 +509,9 @@ def listed(items):
 
 if __name__ == "__main__":    # PYTHON OPTIONS -m ddp_guard SCRIPT ARGUMENTS
     script = sys.argv[1:]
+    if not script or script[0] in ("-h", "--help"):
+        print("usage: python -m ddp_guard SCRIPT [ARGUMENTS]")
+        print(__doc__)
+        sys.exit(0 if script else 2)
     options = sys.orig_argv[1:-len(script) - 2]
     supervise([sys.executable, *options, *script])

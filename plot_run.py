@@ -11,6 +11,7 @@ from pathlib import Path
 
 from training.parser import Parser
 from training.plot import draw, rows_of
+from training.problems import in_columns
 
 
 def main(argv):
@@ -26,11 +27,11 @@ def main(argv):
         print(f"picture: {out}", flush=True)
         return 0
     except (ValueError, OSError) as error:
-        print(f"plot_run.py: error: {error}", file=sys.stderr)
+        print(in_columns(f"plot_run.py: error: {error}"), file=sys.stderr)
         return 2
     except ImportError as error:
-        print(f"plot_run.py: error: {error}. Expected matplotlib: pip install matplotlib",
-              file=sys.stderr)
+        print(in_columns(f"plot_run.py: error: {error}. Expected matplotlib:\n"
+                         "  pip install matplotlib"), file=sys.stderr)
         return 2
 
 

@@ -46,6 +46,7 @@ from proteins.sequences import (Proteins, ReadReport, order_words, read_tables,
                                 refuse_nothing_left)
 from sedd.prepared import FILES, FORMAT, SETS, VERSION, check_prepared, read_meta
 from training.parser import Parser
+from training.problems import in_columns
 
 FLUSH_BYTES = 64 << 20          # proteins kept in memory before they are appended to the buckets
 BUCKET_BYTES = 48 << 20         # approximate size of a bucket; determines the number of buckets
@@ -72,7 +73,7 @@ def main(argv=None):
         if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
             advice = (f"; disk or quota of {args.folder} is full. Make room and run the same "
                       "command again")
-        print(f"error: {error}{advice}", file=sys.stderr)
+        print(in_columns(f"error: {error}{advice}"), file=sys.stderr)
         return 2
 
 

@@ -48,6 +48,7 @@ from training.launch import run_ranks
 from training.loop import open_batches
 from training.parser import Parser
 from training.plan import numbers_of
+from training.problems import in_columns
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 SCRIPTS = {"sedd": (train_sedd_ddp, "sedd_cpu.yaml"), "dpo": (train_dpo_ddp, "dpo_demo.yaml")}
@@ -362,5 +363,5 @@ def main(argv):
             raise ValueError("expected --ranks, such as 1,2,4, or --json with results" + in_file)
     except (ValueError, OSError) as error:
         if place.rank == 0:
-            print(f"python -m bench scale: error: {error}", file=sys.stderr)
+            print(in_columns(f"python -m bench scale: error: {error}"), file=sys.stderr)
         sys.exit(BAD_INPUT)

@@ -71,6 +71,7 @@ from training.loop import (exchange, global_count, next_micro_batches, open_batc
 from training.parser import Parser
 from training.peak import matmul_rows, measure_matmul
 from training.precision import choose_dtype, compile_blocks
+from training.problems import in_columns
 
 WHAT = ("sedd", "dpo", "tables", "sample")
 WARM_UP = 2                 # turns that are not counted: Adam's state, caches, compilation
@@ -762,7 +763,7 @@ def main(argv):
     try:
         options = read_options(argv)
     except ValueError as error:
-        print(f"python -m bench speed: error: {error}", file=sys.stderr)
+        print(in_columns(f"python -m bench speed: error: {error}"), file=sys.stderr)
         sys.exit(BAD_INPUT)
     with joined_ranks(options.device) as ddp:
         measure(options, ddp)

@@ -6,6 +6,12 @@
 # https_proxy. Then: python prepare_uniref50.py data/uniref50 --fasta data/uniref50.fasta.gz
 set -euo pipefail
 
+# shellcheck source=jobs/lib/help.sh
+source "$(dirname "${BASH_SOURCE[0]}")/lib/help.sh"    # --help
+if [[ ${1:-} = -* ]]; then
+  echo "$0: found $1; expected a folder, or nothing. See --help" >&2
+  exit 2
+fi
 url=${2:-https://ftp.uniprot.org/pub/databases/uniprot/uniref/uniref50}
 name=uniref50.fasta.gz
 # A connection that brings less than 1 KB/s for a minute counts as lost.

@@ -15,12 +15,14 @@ CONFIG=${CONFIG:-configs/sedd_demo.yaml}
 NPROC=${NPROC:-}                 # ranks, or the first argument; empty: one per NVIDIA GPU, or 2
 LAUNCHER=${LAUNCHER:-torchrun}   # torchrun (by the script's own --nproc_per_node) | mpirun
 ARGS=${ARGS:-}                   # more arguments of the training script, separated by blanks
-LOGS=${LOGS:-1}                  # 0: no log file; a terminal then shows a progress bar
+LOGS=${LOGS:-1}                  # 0: no log file; a terminal then shows the progress in one line
 # The MPI in .venv, which can hold only one. Empty: LAUNCHER=mpirun uses the mpirun of your PATH.
 MPI_WHEEL=${MPI_WHEEL-mpich==5.0.2}
 MATPLOTLIB=${MATPLOTLIB-matplotlib}   # draws curves.png at the end of a run; empty: no picture
 # export NCCL_DEBUG=INFO NCCL_SOCKET_IFNAME=^docker0,lo   # the ^ form never in GLOO_SOCKET_IFNAME
 
+# shellcheck source=jobs/lib/help.sh
+source "$(dirname "${BASH_SOURCE[0]}")/lib/help.sh"           # --help
 # shellcheck source=jobs/lib/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib/environment.sh"    # makes .venv
 # shellcheck source=jobs/lib/local.sh

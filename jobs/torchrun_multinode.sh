@@ -29,6 +29,8 @@ WANDB_MODE=${WANDB_MODE:-offline}
 # export NCCL_DEBUG=INFO NCCL_SOCKET_IFNAME=^docker0,lo   # the ^ form never in GLOO_SOCKET_IFNAME
 # unset CCL_PROCESS_LAUNCHER CCL_ATL_TRANSPORT            # Intel GPUs: these need an MPI launcher
 
+# shellcheck source=jobs/lib/help.sh
+source "$(dirname "${BASH_SOURCE[0]}")/lib/help.sh"        # --help
 # shellcheck source=jobs/lib/multinode.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib/multinode.sh"   # checks, threads, log, pre-flight
 check_settings "$@"

@@ -14,7 +14,7 @@ import numpy as np
 from proteins.correlation import Report
 from proteins.mutations import Protein
 from proteins.proposals import MEASURED, PROPOSED, UNMARKED
-from training.files import write_whole
+from training.figures import make_figure, save_figure
 
 LETTERS_BY_KIND = "GAVLIMCPFWYSTNQHKRDE"    # small and greasy, aromatic, polar, charged
 PER_LINE = 100          # residues
@@ -41,7 +41,6 @@ def draw_scan(proteins: list[Protein], scores: list[np.ndarray], path,
 
     Long chains are wrapped. marks: (n,) of each protein, what of MARKS its variants have; None: no
     marks and no legend of them. Raises: ImportError without matplotlib."""
-    from matplotlib.figure import Figure
     blocks = []     # (title, labels, wild types, cells (20, n), marks (20, n))
     for number, protein in enumerate(proteins):
         if marks is None:
@@ -54,7 +53,7 @@ def draw_scan(proteins: list[Protein], scores: list[np.ndarray], path,
     longest = max(cells.shape[1] for *_, cells, _ in blocks)
     width = max(INCHES * longest + 1.6, LEAST_WIDTH)
     height = (INCHES * len(LETTERS_BY_KIND) + 0.75) * len(blocks) + 0.3
-    figure = Figure(figsize=(width, height), layout="constrained")
+    figure = make_figure(figsize=(width, height))
     axes = figure.subplots(len(blocks), 1, squeeze=False)[:, 0]
     for axis, block in zip(axes, blocks):
         image = draw_block(axis, *block, longest, limit)
@@ -65,7 +64,7 @@ def draw_scan(proteins: list[Protein], scores: list[np.ndarray], path,
         shown = [axes[0].scatter([], [], **style) for style in MARKS.values()]
         figure.legend(handles=shown, loc="outside lower left", ncols=len(shown), fontsize=8,
                       frameon=False)
-    write_whole(path, lambda file: figure.savefig(file, dpi=DPI, format="png"))
+    save_figure(figure, path, DPI)
 
 
 def blocks_of(protein, chain, scores, marks):
@@ -131,8 +130,7 @@ def draw_measured(  # noqa: PLR0913  (what is drawn, and what is written beside 
         measured:        name of the column.
         lower_is_better: turns the axis, so that a good model's points rise, as its correlation.
     Raises: ImportError without matplotlib."""
-    from matplotlib.figure import Figure
-    figure = Figure(figsize=(6.4, 5.4), layout="constrained")
+    figure = make_figure(figsize=(6.4, 5.4))
     axis = figure.subplots()
     several = 1 < len(proteins) <= MOST_COLOURS
     n = sum(map(len, scores))
@@ -153,4 +151,4 @@ def draw_measured(  # noqa: PLR0913  (what is drawn, and what is written beside 
     axis.set_title(f"Spearman's rho {report.overall}\n{report.overall.n:,} mutations of "
                    f"{report.n_proteins:,} protein(s), 95 % interval in brackets", fontsize=10)
     axis.grid(alpha=0.3)
-    write_whole(path, lambda file: figure.savefig(file, dpi=DPI, format="png"))
+    save_figure(figure, path, DPI)

@@ -47,6 +47,13 @@ NUCLEOTIDES = b"ACGTUN"
 NUCLEOTIDES_LEAST = 20
 NUCLEOTIDES_SHARE = 0.9
 MOST_NUCLEOTIDES = 0.01         # of the records of a file; more, and it is refused
+# Line 1 of a text of sequences is the heading of a column if it is one of these words, in any case;
+# all its letters may be of amino acids. PEPTIDE in capitals is read as a peptide, as people try it.
+HEADINGS = {"sequence", "sequences", "seq", "seqs", "protein", "proteins", "protein_seq",
+            "protein_seqs", "protein_sequence", "protein_sequences", "aa", "aa_seq", "aa_sequence",
+            "aa_sequences", "aaseq", "amino_acid_sequence", "peptide_sequence"}
+PEPTIDE_HEADINGS = {"peptide", "Peptide", "peptides", "Peptides"}
+PIR = re.compile("(P1|F1|D[LC]|R[LC]|N[13]|XX);")   # how a header of PIR (NBRF) begins
 
 
 # ---- keys ----
@@ -210,6 +217,7 @@ class ReadReport:
     shortest: int = 0
     longest: int = 0
     median: int = 0
+    n_headings: int = field(default=0, metadata={"note": "heading(s) of a column left out"})
     n_rare: int = field(default=0, metadata={"note": "residues B, Z, U, O or J read as X"})
     n_x: int = field(default=0, metadata={"note": "residues X in the file"})
     n_lower: int = field(default=0, metadata={"note": "lower-case letters read as upper case"})
@@ -246,6 +254,7 @@ def read_sequences(path, min_length=1, alive=lambda: None):
 
     Cleaned, and counted in the report: B, Z, U, O, J become X; lower case (soft-masked regions)
     becomes upper case; one '*' at the end is removed, and so are blanks inside FASTA sequences;
+    a heading in line 1 of text, such as "sequence", is left out;
     empty records, proteins of X only and short ones are dropped, and so are records of nucleotides
     (is_nucleotides), up to MOST_NUCLEOTIDES of all; of equal proteins one stays.
     The table is in the order of order_words(keys, ORDER_SEED), whatever their order in the file.
@@ -295,7 +304,8 @@ def read_tables(path, report, min_length=1, max_records=None, file=None) -> Iter
     n_nucleotides = 0
     tokens = bytearray()
     lengths = []
-    for record in itertools.islice(records(path, file), max_records):
+    found = without_heading(path, records(path, file), report)
+    for record in itertools.islice(found, max_records):
         n_read += 1
         letters = _clean(path, record, report)
         if is_nucleotides(letters):
@@ -318,6 +328,25 @@ def read_tables(path, report, min_length=1, max_records=None, file=None) -> Iter
     if n_nucleotides > MOST_NUCLEOTIDES * n_read:
         raise ValueError(f"{path}: {n_nucleotides:,} of {n_read:,} records are nucleotides; "
                          "expected proteins. Translate or remove them.")
+
+
+def without_heading(path, found, report):
+    """Yield the records of a file but the heading of a column, which is counted in the report."""
+    for record in found:
+        header, text, _ = record
+        is_line = header is None and not is_pt(path)
+        if is_line and is_heading(text.strip()):
+            report.n_headings += 1
+            break
+        yield record
+        if text.strip():    # the first line that is not blank
+            break
+    yield from found
+
+
+def is_heading(word):
+    """Whether a line is the heading of a column of sequences."""
+    return word.lower() in HEADINGS or word in PEPTIDE_HEADINGS
 
 
 def named_sequences(path) -> Iterator[tuple[str, str]]:
@@ -343,8 +372,8 @@ def records(path, file=None) -> Iterator[tuple[str | None, str, int]]:
     they stand there, with blanks and line ends. number: of the first line of the text, or of the
     entry.
     file: buffered binary stream that is read in place of the path, which then only names it.
-    Raises ValueError where the file is none of these formats, damaged, binary, or has a record
-    longer than any protein. Needs memory for a piece of TEXT_SIZE, or one long record.
+    Raises ValueError where the file is none of these formats, damaged, binary, has a header of PIR,
+    or a record longer than any protein. Needs memory for a piece of TEXT_SIZE, or one long record.
     """
     if is_pt(path):
         for number, sequence in enumerate(_read_pt(path), 1):
@@ -364,13 +393,13 @@ def records(path, file=None) -> Iterator[tuple[str | None, str, int]]:
         for text in itertools.chain([first], texts):
             *whole, rest = (rest + text).split("\n>" if is_fasta else "\n")
             for record in whole:
-                yield _record(record, number, is_fasta)
+                yield _record(path, record, number, is_fasta)
                 number += record.count("\n") + 1
             if len(rest) > LONGEST_RECORD:
                 raise ValueError(f"{path}, line {number}: a record of more than "
                                  f"{LONGEST_RECORD:,} characters; expected proteins. Is it another "
                                  "file, or are line ends missing?")
-        yield _record(rest, number, is_fasta)
+        yield _record(path, rest, number, is_fasta)
 
 
 def check_file(path):
@@ -454,11 +483,16 @@ def _is_fasta(path, text):
                      f".seq.")
 
 
-def _record(record, number, is_fasta):
+def _record(path, record, number, is_fasta):
     """What `records` yields of a record that begins in the line of this number."""
     if not is_fasta:
         return None, record, number
     header, _, text = record.partition("\n")
+    if PIR.match(header):
+        raise ValueError(f"{path}, line {number}: found {'>' + header[:40]!r}, as PIR (NBRF) has "
+                         "it, where a line of description stands before each sequence; expected "
+                         "FASTA. Convert it, as Biopython does: SeqIO.convert('x.pir', 'pir', "
+                         "'x.fasta', 'fasta').")
     return header, text, number + 1
 
 

@@ -62,6 +62,14 @@ def own_tracebacks(text):
     return text.count("Traceback (most recent call last)") - len(re.findall(agents, text))
 
 
+class Printed(str):
+    """What a program printed. `words in printed` takes a line break for a blank: long messages are
+    wrapped."""
+
+    def __contains__(self, words):
+        return " ".join(words.split()) in " ".join(self.split())
+
+
 @dataclass
 class Result:
     """What a finished run left."""
@@ -73,8 +81,8 @@ class Result:
 
     @property
     def text(self):
-        return (f"exit code {self.returncode} after {self.seconds:.1f} s\n"
-                f"stdout:\n{self.stdout}\nstderr:\n{self.stderr}")
+        return Printed(f"exit code {self.returncode} after {self.seconds:.1f} s\n"
+                       f"stdout:\n{self.stdout}\nstderr:\n{self.stderr}")
 
 
 def slow(*values):
@@ -207,13 +215,13 @@ class ForkedRanks(contextlib.AbstractContextManager):
 
     def out(self, rank=None):
         """What `rank`, or all of them, printed to stdout yet."""
-        return "".join(_read(out) for number, (out, _) in self._files.items()
-                       if rank in (None, number))
+        return Printed("".join(_read(out) for number, (out, _) in self._files.items()
+                               if rank in (None, number)))
 
     def err(self, rank=None):
         """As out(), of stderr."""
-        return "".join(_read(err) for number, (_, err) in self._files.items()
-                       if rank in (None, number))
+        return Printed("".join(_read(err) for number, (_, err) in self._files.items()
+                               if rank in (None, number)))
 
     def wait_for(self, text, timeout=600):
         """Return once every rank has printed `text`."""
@@ -458,7 +466,7 @@ def await_that(condition, seconds, what):
 def _read(file):
     # pread leaves alone the file position, at which the processes write.
     size = os.fstat(file.fileno()).st_size
-    return os.pread(file.fileno(), size, 0).decode(errors="replace")
+    return Printed(os.pread(file.fileno(), size, 0).decode(errors="replace"))
 
 
 def all_pids():

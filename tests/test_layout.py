@@ -22,7 +22,8 @@ TO_COPY = {"ddp_setup", "ddp_watch", "ddp_guard"}    # with torch, without the r
 # Folder, or "" for the scripts in the root: what of the project its files may import.
 MAY_IMPORT = {
     "": {"ddp_setup", "ddp_watch", "ddp_guard", "sedd", "mpnn", "dpo", "proteins", "training"},
-    "proteins": {"ddp_setup", "proteins", "training.files", "training.problems"},
+    "proteins": {"ddp_setup", "proteins", "training.figures", "training.files",
+                 "training.problems"},
     "sedd": {"ddp_setup", "ddp_watch", "sedd", "proteins", "training"},
     "mpnn": {"ddp_setup", "ddp_watch", "mpnn", "proteins", "training"},
     "dpo": {"ddp_setup", "ddp_watch", "dpo", "mpnn", "proteins", "training"},

@@ -36,12 +36,17 @@ make_env() {   # make .venv with what requirements.txt lists, unless it is there
     echo "$kind" > .venv/stamp
   fi
   once "requirements.txt ($(cksum < requirements.txt)), ${MPI_WHEEL:-no MPI wheel}" \
-    install .venv/bin/python -r requirements.txt ${MPI_WHEEL:+"$MPI_WHEEL"}
+    install_requirements
+}
+
+install_requirements() {
+  echo "  at first this takes minutes, and about 1 GB"
+  install .venv/bin/python -r requirements.txt ${MPI_WHEEL:+"$MPI_WHEEL"}
 }
 
 once() {   # once WHAT COMMAND...: run the command, unless .venv/stamp has the line WHAT; add it then
   if grep -qsxF -- "$1" .venv/stamp; then return; fi
-  echo "installing ${1%% (*} (at first minutes, and about 1 GB)"
+  echo "installing ${1%% (*}"
   "${@:2}"
   echo "$1" >> .venv/stamp
 }

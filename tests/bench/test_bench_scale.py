@@ -5,7 +5,7 @@ import pytest
 
 from bench import scale
 from bench.scale import print_all_reduces, table_of
-from launchers import ROOT, fork_ranks
+from launchers import ROOT, Printed, fork_ranks
 
 TINY = ["model.hidden_size=16", "model.n_blocks=1", "model.n_heads=1", "model.cond_dim=8",
         "training.tokens_per_batch=256", "data.max_length=64", "data.demo_proteins=300"]
@@ -69,7 +69,8 @@ def test_a_file_of_something_else_is_refused_and_left(text, tmp_path, capsys):
     (tmp_path / "other.json").write_text(text)
     with pytest.raises(SystemExit) as ended:
         scale.main(["--json", str(tmp_path / "other.json"), "--ranks=1"])
-    assert ended.value.code == 2 and "other.json is no file that" in capsys.readouterr().err
+    said = Printed(capsys.readouterr().err)
+    assert ended.value.code == 2 and "other.json is no file that" in said
     assert (tmp_path / "other.json").read_text() == text
 
 

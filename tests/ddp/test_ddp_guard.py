@@ -45,6 +45,13 @@ def ignore_ended_children():
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 
 
+@pytest.mark.parametrize("words, code", [(["--help"], 0), ([], 2)])
+def test_help_of_the_guard_is_its_own_and_not_that_of_python(words, code):
+    done = subprocess.run([sys.executable, ROOT / "ddp_guard.py", *words], timeout=60, stdout=PIPE,
+                          text=True, env=clean_environment())
+    assert done.returncode == code and done.stdout.startswith("usage: python -m ddp_guard SCRIPT")
+
+
 def test_any_script_can_be_guarded_with_its_arguments_output_and_exit_code(tmp_path):
     text = "import sys\nprint(sys.argv[1:], sys.flags.optimize, sys.stdin.read())\nsys.exit(7)\n"
     done = guarded(text, tmp_path, "a", "--b", before=("-u", "-O", "-m", "ddp_guard"), input="text",

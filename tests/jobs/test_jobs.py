@@ -149,6 +149,23 @@ def test_local_sh_refuses_before_it_installs(copy):
         assert not (copy / ".venv").exists()
 
 
+@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "jobs").glob("*.[sp][hb]*")))
+def test_help_of_a_job_script_is_its_first_lines_and_does_nothing(copy, name):
+    before = sorted(copy.rglob("*"))
+    done = subprocess.run(["bash", f"jobs/{name}", "--help"], cwd=copy, capture_output=True,
+                          text=True, env=clean_environment(), timeout=60)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    comment = re.match(r"#!.*\n((?:# .*\n)+)", (ROOT / "jobs" / name).read_text())[1]
+    assert done.stdout == comment.replace("\n# ", "\n").removeprefix("# ")
+    assert sorted(copy.rglob("*")) == before
+
+
+def test_an_option_is_no_folder_for_a_download(copy):
+    done = subprocess.run(["bash", "jobs/download_uniref50.sh", "--hlep"], cwd=copy, timeout=60,
+                          capture_output=True, text=True)
+    assert done.returncode == 2 and "found --hlep" in done.stderr
+
+
 def test_local_sh_writes_into_no_environment_that_it_did_not_make(copy):
     (copy / ".venv").mkdir()
     code, printed = local_sh(copy)

@@ -45,6 +45,39 @@ def refusal(read, path):
     return str(caught.value)
 
 
+# ---- headings, and what is no FASTA ----
+
+@pytest.mark.parametrize("heading", ["sequence", "Sequence", "SEQ", "protein", "protein_seq",
+                                     "aa_sequence ", "peptide", "\nProteins"])
+def test_the_heading_of_a_column_is_left_out_and_counted(tmp_path, read, heading):
+    proteins, report = read(write(tmp_path, f"{heading}\nMKV\nMKL\n", "p.txt"))
+    assert sorted(texts(proteins)) == ["MKL", "MKV"]
+    assert report.n_headings == 1 and "1 heading(s)" in str(report)
+
+
+@pytest.mark.parametrize("content, name", [
+    ("SEQWENCE\nMKV\n", "p.txt"),              # a protein that is like one
+    ("PEPTIDE\nMKV\n", "p.txt"),               # what people write to try a program
+    ("MKV\nsequence\n", "p.txt"),              # not in line 1
+    (">a\nsequence\n>b\nMKV\n", "p.fasta")])
+def test_what_is_no_heading_stays_a_protein(tmp_path, read, content, name):
+    proteins, report = read(write(tmp_path, content, name))
+    assert len(proteins) == 2 and report.n_headings == 0
+
+
+@pytest.mark.parametrize("reader", [read_sequences, lambda path: list(named_sequences(path))])
+@pytest.mark.parametrize("code", ["P1", "F1", "DL", "XX"])
+def test_pir_is_refused_as_its_descriptions_would_be_read_as_letters(tmp_path, reader, code):
+    path = write(tmp_path, f">{code};Q1\nhemoglobin alpha\nMKVL*\n")
+    said = refusal(reader, path)
+    assert "line 1" in said and "PIR" in said and "SeqIO.convert" in said
+
+
+def test_a_header_of_fasta_may_hold_a_semicolon(tmp_path):
+    assert [*named_sequences(write(tmp_path, ">A1;x\nMKV\n>P1\nMKL\n"))] == [
+        ("A1;x", "MKV"), ("P1", "MKL")]
+
+
 # ---- keys and alphabet ----
 
 def test_the_alphabet_is_in_the_published_order():
