@@ -42,7 +42,7 @@ read_words() {   # read_words WORD...: sets `words`: those of ARGS and these, wi
       word=${word%"$path"}$called_from/$path
     fi
     words+=("$word")
-    previous=$word
+    [[ $word != -* ]] || previous=$word     # an option may have several words
   done
 }
 

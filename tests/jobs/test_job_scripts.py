@@ -516,6 +516,18 @@ def test_words_that_a_training_script_knows_reach_it_from_local_sh(script, words
     assert shlex.split(result.stdout)[-len(words):] == words
 
 
+def test_local_sh_looks_for_each_of_several_data_files_where_it_was_called(project, tmp_path):
+    shutil.copytree(ROOT / "configs", project / "configs")
+    for name in ("one.csv", "two.csv"):
+        (tmp_path / name).touch()
+    words = "--train_data one.csv two.csv --measured one.csv"
+    result = bash(tmp_path, project / "jobs/local.sh", *words.split(), DRY_RUN=1,
+                  SCRIPT="train_dpo_ddp.py")
+    expected = ["--train_data", str(tmp_path / "one.csv"), str(tmp_path / "two.csv"),
+                "--measured", "one.csv"]
+    assert shlex.split(result.stdout)[-len(expected):] == expected, result.text
+
+
 def test_a_workstation_gets_a_rank_per_gpu(site, project):
     shutil.copytree(ROOT / "configs", project / "configs")
     site.program("nvidia-smi", "#!/bin/bash\necho 'GPU 0: one'\n")
