@@ -47,7 +47,7 @@ from proteins.mutations import (measured_values, place_all, place_on_sequences, 
 from proteins.pictures import draw_measured, draw_scan
 from proteins.proposals import (choose_proposals, describe_proposals, in_order,
                                 keep_measured_chains, marks_of, measured_sites)
-from proteins.scores import (check_measured, check_no_score, correlate_proteins, report_text,
+from proteins.scores import (check_measured, correlate_proteins, names_in_result, report_text,
                              table_text)
 from proteins.seeds import content_key
 from proteins.sequences import named_sequences
@@ -278,9 +278,12 @@ def read_table(args, scorer, ddp):
     """The Proteins of --mutations. Prints which variants do not fit. Raises ValueError or OSError.
     """
     table = read_mutations(args.mutations, args.measured)
-    check_no_score(table)
+    for column, name in names_in_result(list(table.variants[0].cells)).items():
+        if name != column:
+            print0(ddp, f"{table.path}: its column {column} is {name} in the result",
+                   file=sys.stderr)
     check_outputs(args, table.structures)       # also those of which no variant fits
-    if args.proteins and names_proteins(table):
+    if args.proteins and names_proteins(table, args):
         raise ValueError(f"found {len(args.proteins)} protein(s) on the command line, and "
                          f"{table.path} with a column pdb_file or sequence; expected one protein, "
                          "or the column.")
@@ -303,13 +306,14 @@ def place_table(table, args, scorer, ddp):
     """The Proteins of a table, which names them, or has variants of the one of the command line.
     Prints which variants do not fit. Raises ValueError or OSError."""
     protein = None
-    if not names_proteins(table):
+    if not names_proteins(table, args):
         if len(args.proteins) != 1:
             raise ValueError(f"found {len(args.proteins)} protein(s) on the command line, and "
                              f"{table.path} without a column pdb_file or sequence; expected one "
                              "protein, or the column.")
         protein = args.proteins[0]
-    if table.has_sequences or protein and not is_structure(protein):
+    are_sequences = not is_structure(protein) if protein else table.has_sequences
+    if are_sequences:
         refuse_chains(args)
         wild_type = None
         if protein:
@@ -334,8 +338,11 @@ def place_table(table, args, scorer, ddp):
     return proteins
 
 
-def names_proteins(table):
-    """Whether a table says which protein each variant is of."""
+def names_proteins(table, args):
+    """Whether a table says which protein each variant is of. Databases add the sequence: beside a
+    structure on the command line it is a column like others."""
+    if any(map(is_structure, args.proteins)):
+        return table.names_structures
     return table.names_structures or table.has_sequences
 
 

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from mpnn.model import N_FEATURES, ProteinMPNN, from_checkpoint, has_edge_features
-from training.files import check_zip
+from training.files import check_saved
 
 FOLDER = "{}_model_weights"     # of a kind, in the published repository and in the package
 WITH_030 = ("v_48_002", "v_48_010", "v_48_020", "v_48_030")     # noise 0.02 to 0.30 Angstrom
@@ -63,7 +63,7 @@ def read_weights(path: str | Path) -> Any:
     if not os.path.isfile(path):
         raise ValueError(f"There is no file {path}; expected ProteinMPNN weights. "
                          f"{WHERE_PUBLISHED}")
-    check_zip(path)
+    check_saved(path)
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:          # a damaged file can make torch.load raise anything

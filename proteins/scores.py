@@ -16,31 +16,37 @@ from pathlib import Path
 import numpy as np
 
 from proteins.correlation import FEWEST, Report, correlate
-from proteins.mutations import MutationTable, Protein
+from proteins.mutations import Protein
 
 # The columns that are added to a table.
 SCORE = "score"
 SCORED_BY = "scored_by"
 
 
-def check_no_score(table: MutationTable) -> None:
-    """ValueError for a table that has a column of the name of a result."""
-    found = [name for name in (SCORE, SCORED_BY) if name in table.variants[0].cells]
-    if found:
-        raise ValueError(f"{table.path} has a column {' and a column '.join(found)}, which is the "
-                         "name of a result; expected another name for it.")
+def names_in_result(columns: list[str]) -> dict[str, str]:
+    """{column of a table: its name in table_text}: of a column that has the name of a result,
+    such as the scores of MaveDB, or of an earlier call, it is another."""
+    names = {column: column for column in columns}
+    for column in (SCORE, SCORED_BY):
+        if column in names:
+            free = f"table_{column}"
+            while free in names.values():
+                free = f"table_{free}"
+            names[column] = free
+    return names
 
 
 def table_text(proteins: list[Protein], scores: list[np.ndarray], scored_by: str,
                folder: Path) -> str:
     """CSV of the variants, protein by protein: their own columns, their score, and by which weights
     it is. Columns that name the protein come first if the variants lack them, as those of a list
-    do. Paths are relative to `folder`, as those of a table in it."""
+    do; for columns of the names of results see names_in_result. Paths are relative to `folder`, as
+    those of a table in it."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     columns = list(proteins[0].variants[0].cells)
     added = [name for name in naming_cells(proteins[0], folder) if name not in columns]
-    writer.writerow([*added, *columns, SCORE, SCORED_BY])
+    writer.writerow([*added, *names_in_result(columns).values(), SCORE, SCORED_BY])
     files = {variant.pdb_file for protein in proteins for variant in protein.variants}
     paths = {file: relative_path(file, folder) for file in files - {None}}
     for protein, scores_of_variants in zip(proteins, scores):

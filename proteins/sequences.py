@@ -32,7 +32,7 @@ import torch
 
 from ddp_setup import seed_for
 from proteins.letters import AMINO_ACIDS, LETTERS, N_TOKENS, RARE, TO_TOKEN, X_ID, encode
-from training.files import check_zip
+from training.files import check_saved
 
 TEXT_SIZE = 1 << 20             # characters of a file that are read at a time
 LONGEST_RECORD = 16 << 20       # characters, header included; the longest known protein has 45,000
@@ -498,7 +498,7 @@ def _record(path, record, number, is_fasta):
 
 def _read_pt(path):
     """The sequences of a .pt file, as texts."""
-    check_zip(path)
+    check_saved(path)
     try:
         entries = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:                      # unpickling junk raises nearly any type

@@ -21,7 +21,7 @@ from ddp_setup import broadcast
 from proteins.letters import LETTERS, N_TOKENS, UNIREF50, X_ID
 from sedd.diffusion import make_graph, make_noise
 from sedd.model import SEDD, load_official
-from training.files import check_zip, read_text, write_text_atomic, write_whole
+from training.files import check_saved, read_text, write_text_atomic, write_whole
 from training.problems import refuse
 from training.resume import hash_of
 
@@ -197,7 +197,7 @@ def read_file(path):
     """
     if not path.is_file():   # to read a pipe or a device may never end
         raise ValueError(f"{path} is no file; expected a file of weights or an exported folder.")
-    check_zip(path)
+    check_saved(path)
     state = read_tensors(path, lambda file: torch.load(file, map_location="cpu", weights_only=True))
     weights = network_of(state)
     if "vocab_embed.embedding" not in weights:

@@ -279,11 +279,9 @@ def test_a_scan_has_all_other_letters_of_the_wanted_positions(folder, score, com
 def test_paths_in_a_result_are_relative_to_it_so_that_it_is_a_table_where_it_is(folder, command):
     (folder / "plates").mkdir()
     command("w.pt", "one.pdb", "--scan", "--out", "plates/scan.csv")
-    command("w.pt", "--mutations", "plates/scan.csv", code=2)       # has a score already
-    text = (folder / "plates" / "scan.csv").read_text()
-    (folder / "plates" / "scan.csv").write_text(text.replace("score", "value"))
-    rows, err = command("w.pt", "--mutations", "plates/scan.csv", "--measured", "value")
+    rows, err = command("w.pt", "--mutations", "plates/scan.csv", "--measured", "score")
     assert {row["pdb_file"] for row in rows} == {"one.pdb"}
+    assert all(row["score"] == row["table_score"] for row in rows)
     assert "Spearman 1.000 [1.000, 1.000]: 209 mutations of 1 protein(s)" in err
 
 
@@ -313,6 +311,23 @@ MKTAYIAKQ,K2W:Q9A,,"c, d"
 {AMINO_ACIDS},C2D,-0.5,e
 GSHHW,W5A,0.25,f
 """
+
+
+def test_columns_with_the_names_of_results_are_kept_under_others(score):
+    text = "mutation,score,table_score\nK11W,2,a\nK11G,1,b\nK11A,4,c\n"
+    rows, err = score(text, "one.pdb", "--measured", "score")
+    assert list(rows[0])[2:] == ["mutation", "table_table_score", "table_score", "score",
+                                 "scored_by"]
+    assert [row["table_table_score"] for row in rows] == ["2", "1", "4"]
+    assert [row["table_score"] for row in rows] == ["a", "b", "c"]
+    assert "its column score is table_table_score in the result" in err
+
+
+def test_a_sequence_beside_a_structure_is_a_column_like_others(score):
+    text = "mutation,sequence\nK11W,MKT\n"
+    rows, _ = score(text, "one.pdb")
+    assert rows[0]["sequence"] == "MKT"
+    assert rows[0]["score"] == score("K11W\n", "one.pdb")[0][0]["score"]
 
 
 def test_a_table_of_sequences_comes_back_protein_by_protein_with_its_scores(score):
@@ -450,8 +465,6 @@ score_mutations.main()
     ("K11W\n", "one.pdb --picture p.png", "found --picture with --mutations; expected --measured"),
     ("K11W\n", "one.pdb --picture p.jpg", "expected a name that ends in .png"),
     ("K11W\n", "one.pdb --orders 0", "found --orders 0; expected at least 1"),
-    ("mutation,score\nK11W,2\n", "one.pdb", "m.csv has a column score"),
-    ("mutation,scored_by\nK11W,2\n", "one.pdb", "m.csv has a column scored_by"),
     ("pdb_file,mutation\none.pdb,K11W\n", "one.pdb",
      "found 1 protein(s) on the command line, and m.csv with a column pdb_file"),
     ("pdb_file,chain,mutation\none.pdb,A,K11W\ntwo.pdb,A,W999A\n", "--out two.pdb",

@@ -15,6 +15,12 @@ WORKBOOKS = ((b"PK\x03\x04", b"[Content_Types].xml", "an Excel workbook"),
              (b"PK\x03\x04", b"vnd.oasis.opendocument.spreadsheet", "an OpenDocument workbook"),
              (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", b"", "an Excel workbook"))
 MOST_TEXT_BYTES = 64 << 20   # of a status, a config; these have some KB
+MOST_OF_A_BEGINNING = 200    # bytes
+# What stands where weights were to be downloaded, by how it begins.
+NOT_SAVED = {b"version https://git-lfs": "a pointer of Git LFS, which `git lfs pull` replaces by "
+                                         "the file",
+             b"<!doctype html": "a page of HTML, in place of the file that it links to",
+             b"<html": "a page of HTML, in place of the file that it links to"}
 
 
 def read_text(path, most=MOST_TEXT_BYTES) -> str:
@@ -100,11 +106,19 @@ def check_is_file(path) -> None:
         raise ValueError(f"{path} is no file; expected the name of a file.")
 
 
-def check_zip(path) -> None:
-    """Refuse a file of torch.save of which a part has another checksum than is noted: torch.load
-    does not look.
+def check_saved(path) -> None:
+    """Refuse a file in place of one of torch.save: an empty one, what a download leaves there, or a
+    zip of which a part has another checksum than is noted, at which torch.load does not look.
 
-    A file that is no zip passes. Raises: ValueError."""
+    Any other file passes. Raises: ValueError."""
+    with open(path, "rb") as file:
+        beginning = file.read(MOST_OF_A_BEGINNING)
+    if not beginning:
+        raise ValueError(f"{path} is empty (0 bytes); expected a file of torch.save. Was its disk "
+                         "full? Copy or write it again.")
+    for words, kind in NOT_SAVED.items():
+        if beginning.lstrip().lower().startswith(words):
+            raise ValueError(f"{path} is {kind}; expected a file of torch.save.")
     if not zipfile.is_zipfile(path):
         return
     try:

@@ -436,9 +436,9 @@ def test_files_of_something_else_are_refused_with_what_was_found(tmp_path):
             load_proteinmpnn(path)
         assert str(path) in str(error.value)
     torch.save(ProteinMPNN(hidden_size=8), path)    # an object of a class: its code is not run
-    for content in (path.read_bytes(), b""):
+    for content, message in ((path.read_bytes(), "cannot be read"), (b"", "is empty")):
         path.write_bytes(content)
-        with pytest.raises(ValueError, match="cannot be read"):
+        with pytest.raises(ValueError, match=message):
             load_proteinmpnn(path)
     with pytest.raises(ValueError, match="There is no file .*vanilla_model_weights"):
         load_proteinmpnn(tmp_path / "v_48_020.pt")

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from training.files import (check_output, check_writable, check_zip, read_text, write_text_atomic,
+from training.files import (check_output, check_saved, check_writable, read_text, write_text_atomic,
                             write_whole)
 
 
@@ -89,7 +89,17 @@ def test_a_file_of_tensors_with_a_wrong_byte_is_refused(tmp_path):
     content = (tmp_path / "best.pt").read_bytes()
     (tmp_path / "best.pt").write_bytes(content.replace(b"numbers", b"nombres", 1))
     with pytest.raises(ValueError, match="is damaged .data/0"):
-        check_zip(tmp_path / "best.pt")
+        check_saved(tmp_path / "best.pt")
+
+
+@pytest.mark.parametrize("content, message", [
+    (b"", "is empty .0 bytes."),
+    (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n", "git lfs pull"),
+    (b"\n<!DOCTYPE html><html>404", "a page of HTML"), (b"<HTML>", "a page of HTML")])
+def test_what_a_failed_download_leaves_is_named(content, message, tmp_path):
+    (tmp_path / "w.pt").write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        check_saved(tmp_path / "w.pt")
 
 
 def test_an_output_that_is_an_input_is_refused_by_whatever_name(tmp_path):
