@@ -35,7 +35,6 @@ import os
 import shlex
 import shutil
 import sys
-import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -440,7 +439,7 @@ def say(text):
 
 
 def print_summary(folder, meta, report):
-    print(textwrap.fill(str(report), 80))
+    print(in_columns(str(report)))
     for name, entry in meta["sets"].items():
         size = sum(file["bytes"] for file in entry["files"].values())
         print(f"{name}: {entry['proteins']:,} proteins, {entry['residues']:,} residues, "

@@ -29,7 +29,6 @@ import itertools
 import math
 import re
 import sys
-import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,6 +53,7 @@ from training.log import progress_bar
 from training.loop import check_alike
 from training.parser import Parser
 from training.precision import autocast
+from training.problems import in_columns
 from training.resume import hash_of
 from training.tool import open_output, run_tool
 
@@ -427,14 +427,14 @@ def refuse_text_for_infill(text):
     is_template = re.fullmatch(r"([A-Z]*\[\d+(-\d+)?\])+[A-Z]*", scaffold)
     if is_template:
         raise ValueError(f"--infill {text}: there is no such file; expected a FASTA file of "
-                         f"templates. To sample this one: --scaffold \"{scaffold}\"")
+                         f"templates. To sample this one: `--scaffold \"{scaffold}\"`.")
 
 
 def run(args, ddp):
     """Do what the options say. Raises ValueError or OSError."""
     sedd = load_sedd(args.checkpoint, not args.no_ema, ddp.device)
     for note in sedd.notes:
-        print0(ddp, textwrap.fill(note, 80, subsequent_indent="  "), file=sys.stderr)
+        print0(ddp, in_columns(note, hanging="  "), file=sys.stderr)
     check_alike({"weights (hash)": hash_of(sedd.model.state_dict()), **inputs_of(args)}, ddp)
     if args.export:
         if ddp.is_main:
@@ -575,7 +575,7 @@ def score_file(sedd, args, how, write):
                     f"{perplexity(mean + INTERVAL * error)})")
     text = (f"{n:,.0f} residues: bound {mean:.4f} nats per residue{spread}, perplexity "
             f"{perplexity(mean)}{interval}; unigram {unigram / n:.4f}, {perplexity(unigram / n)}")
-    print0(how["ddp"], textwrap.fill(text, 80, subsequent_indent="  "), file=sys.stderr)
+    print0(how["ddp"], in_columns(text, hanging="  "), file=sys.stderr)
 
 
 def score_positions(sedd, args, how, write):

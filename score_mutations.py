@@ -27,7 +27,6 @@ if __name__ == "__main__":   # runs this command again in a child, the rank; thi
 import importlib.util
 import os
 import sys
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -61,6 +60,7 @@ from training.files import check_output
 from training.log import progress_bar
 from training.loop import check_alike
 from training.parser import Parser
+from training.problems import in_columns
 from training.resume import hash_of
 from training.tool import open_output, run_tool, show_on_rank_0
 
@@ -233,7 +233,7 @@ def load_for_sequences(path, args, ddp):
     sedd = load_sedd(path, not args.no_ema, ddp.device)
     mask_of(sedd)       # raises ValueError for a model that has none
     for note in sedd.notes:
-        print0(ddp, textwrap.fill(note, 80, subsequent_indent="  "), file=sys.stderr)
+        print0(ddp, in_columns(note, hanging="  "), file=sys.stderr)
     dtype = torch.bfloat16 if args.bfloat16 else torch.float32
 
     def score(proteins, done):
@@ -515,7 +515,7 @@ def check_picture(args):
                          "picture would overwrite the table.")
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("found --picture, but matplotlib is not installed; expected it: "
-                         "pip install matplotlib.")
+                         "`pip install matplotlib`.")
 
 
 def check_outputs(args, inputs):
@@ -541,7 +541,7 @@ def run(args, ddp):
     print0(ddp, f"{describe(proteins, scorer)}\n{ddp.device}: {weights}, {n:,} variants of "
                 f"{len(proteins):,} protein(s)", file=sys.stderr)
     for note in scorer.notes:
-        print0(ddp, textwrap.fill(note, 80, subsequent_indent="  "), file=sys.stderr)
+        print0(ddp, in_columns(note, hanging="  "), file=sys.stderr)
     with open_output(args.out, ddp) as write:
         with progress_bar(ddp.is_main, unit=" variants") as bar:
             def advance(scored, total):

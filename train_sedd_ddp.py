@@ -276,21 +276,17 @@ def prepare(  # noqa: PLR0913  (what a command line says of a start)
     SeddRun.
 
     ipex: see ddp_setup.optimize_with_ipex. given: keys of the command line, see with_architecture.
-    Raises ValueError or OSError for input that cannot be
-    used. The run folder is touched afterwards, by take_folder, when all checks have passed on every
-    rank."""
+    Raises ValueError or OSError for input that cannot be used. The run folder is touched
+    afterwards, by take_folder, when all checks have passed on every rank."""
     check_config(config)
     start = start_or_continue(config, ddp, Path(work_dir), resume, fresh, "--init_from {path}",
                               lambda config, state: with_architecture(config, state, given, ddp))
-    taken = config_differences(config, start.config)
+    taken = describe_architecture(config, start.config)
     config = start.config
     data, reader = load_data_and_plan(config, start, ddp)
     network = make_model_and_optimizer(config, start, reader.plan, resume, ipex, ddp)
     run = make_run(config, start, data, reader, network, ddp)
-    lines = list(network.lines)
-    if taken:
-        lines.append(f"  their architecture, not that of the config: {', '.join(taken)}")
-    lines += describe_data(run, data, network, ddp)
+    lines = network.lines + taken + describe_data(run, data, network, ddp)
     batch = network.batch_for_scaling
     print_lines(ddp, lines + describe_run(run, start.state, run.plan.counted_in, batch, ddp))
     return run
@@ -543,13 +539,18 @@ def report_step(run, log, totals, ddp):
 
 
 # ---------------------------------------------------------------- plan
-def describe_plan(config, ranks):
+def describe_plan(config, ranks, given=()):
     """Text: a table with a row for each number of ranks (such as "1,2,4,8"), then the memory. Uses
-    no device. Raises ValueError where training would, except for missing or damaged data, and for
-    missing weights."""
+    no device.
+
+    given: keys of the command line, see with_architecture. Raises ValueError where training would,
+    except for missing or damaged data, and for missing weights."""
     weights = config.training.init_from
+    taken = []
     if weights is not None and Path(weights).exists():
-        config = with_architecture(config, None, (), Ddp())
+        configured = config
+        config = with_architecture(configured, None, given, Ddp())
+        taken = describe_architecture(configured, config)
     per_rank = config.training.batch_size or config.training.tokens_per_batch
     unit = "proteins" if config.training.batch_size else "tokens"
     numbers, head = plan_head(config.optim, ranks, unit)
@@ -562,6 +563,7 @@ def describe_plan(config, ranks):
         data = load_data(config, Ddp())
         lengths = data.train.length_counts()
         lines = [f"data: {data.description}", head]
+    lines = [*taken, *lines]
     plan = None   # of the last number of ranks
 
     def outcome(n, batch):
@@ -611,6 +613,15 @@ def read_arguments(argv):
     return options, config
 
 
+def describe_architecture(configured, config):
+    """List of a line on what the weights of --init_from say otherwise than the config."""
+    taken = config_differences(configured, config)
+    if not taken:
+        return []
+    return ["  architecture of the initial weights, not that of the config: "
+            f"{', '.join(taken)}"]
+
+
 def keys_of(overrides):
     """The keys of texts such as "optim.lr=1e-4"."""
     return [text.partition("=")[0].strip() for text in overrides]
@@ -620,7 +631,8 @@ def main(argv=None):
     """The command line. Exits with a code other than 0 if the run did not finish."""
     command = read_command(argv, read_arguments)   # starts the ranks, if its options ask for it
     if command.plan is not None:
-        return print_plan(command, describe_plan)
+        return print_plan(command, lambda config, ranks: describe_plan(
+            config, ranks, keys_of(command.options.overrides)))
     with ranks_meet(command) as (ddp, watch):
         with preparing(command, watch):   # an error in arguments or data is printed by one rank
             options = command.options

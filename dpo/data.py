@@ -20,7 +20,8 @@ from dpo.variant_sets import VariantSet, has_pair, make_variant_set
 from proteins.csv_files import describe_duplicates
 from proteins.identity import MOST_ALIGNED, hold_out_families
 from proteins.letters import decode
-from proteins.mutations import Protein, measured_values, place_all, read_mutations
+from proteins.mutations import (Protein, content_of, measured_values, place_all,
+                                read_mutations)
 from proteins.seeds import content_hash, content_key
 from proteins.structures import describe_reading
 
@@ -232,12 +233,12 @@ def merge_proteins(tables: list[list[Protein]]) -> tuple[list[Protein], list[str
     several tables is one protein, with the variants of all, as if the tables were one."""
     if len(tables) == 1:
         return tables[0], []
-    merged = {}         # key of the complex -> Protein
+    merged = {}         # content -> Protein
     in_several = set()
     for proteins in tables:
         former_keys = set(merged)
         for protein in proteins:
-            shared = protein.complex.key
+            shared = content_of(protein.complex)
             if shared in merged:
                 former = merged[shared]
                 protein = former._replace(variants=former.variants + protein.variants,
@@ -334,6 +335,6 @@ def describe_wild_type(proteins, table):
     if n_others and table.wild_type is not None:
         texts.append(f"wild type {table.wild_type:g}, of table.wild_type{of_others}")
     elif n_others:
-        texts.append(f"the wild type is in no pair{of_others}, as neither a row nor "
-                     "table.wild_type gives it a value")
+        texts.append(f"the wild type is in no pair{of_others}, as it has no value of a row of its "
+                     "own or of table.wild_type")
     return "; ".join(texts)

@@ -5,7 +5,6 @@ over its drawn pairs. They and the loss have the same weights. All results are t
 number of ranks.
 """
 import math
-import textwrap
 import time
 
 import torch
@@ -20,6 +19,7 @@ from mpnn.batches import to_device
 from mpnn.model import to_checkpoint
 from mpnn.record import RECORD
 from training.loop import ADVICE, Diverged, eval_mode, record_score
+from training.problems import in_columns
 from training.resume import before_saving
 
 # Metrics of a pair, in the order in which pair_metrics lays them side by side. rewards: beta x
@@ -91,7 +91,9 @@ def validate(run, ddp) -> dict:
         sums = (weight[:, None] * rows).sum(0)
         values = mean_metrics(sums, weight.sum(), "val/")
         if config.loss.unit == "table":
-            values |= correlate_variants(run.bare, run.base, items, config, ddp)
+            correlation = correlate_variants(run.bare, run.base, items, config, ddp)
+            if correlation is not None:
+                values["val/spearman"] = correlation
         else:
             named = dict(zip(METRICS, sums.tolist()))
             values["val/logps/chosen_per_residue"] = named["logps/chosen"] / named["residues"]
@@ -105,8 +107,15 @@ def rank_trained(run, ddp) -> dict:
         return {}
     items = run.train_set.items[:MOST_RANKED]
     with eval_mode(run.bare):
-        values = correlate_variants(run.bare, run.base, items, run.config, ddp)
-    return {TRAINED: value for value in values.values()}
+        correlation = correlate_variants(run.bare, run.base, items, run.config, ddp)
+    return {} if correlation is None else {TRAINED: correlation}
+
+
+def words_of_ranked(run):
+    """Text on what rank_trained is of."""
+    if len(run.train_set.items) > MOST_RANKED:
+        return f"the trained variants of {MOST_RANKED} proteins"
+    return "the trained variants"
 
 
 def native_items(items, config):
@@ -153,7 +162,7 @@ def rank_start(run, log, ddp):
     if values:
         run.progress["before"] = values
         log.metrics(0, values)
-        log.say(f"step 0: Spearman {values[TRAINED]:.3f} of the variants that are trained on")
+        log.say(f"step 0: Spearman {values[TRAINED]:.3f} of {words_of_ranked(run)}")
 
 
 def starts_equal(config) -> bool:
@@ -175,7 +184,7 @@ def evaluate(run, log, values, ddp) -> None:
     ranked = rank_trained(run, ddp)
     values.update(ranked)
     if ranked:
-        text += f", Spearman {ranked[TRAINED]:.3f} of the trained variants"
+        text += f", Spearman {ranked[TRAINED]:.3f} of {words_of_ranked(run)}"
     if run.validation is not None:
         validated = validate(run, ddp)
         values.update(validated)
@@ -234,7 +243,7 @@ def warn_of_drift(run, log, ddp) -> None:
 
 
 def say_attention(log, text):
-    log.say(textwrap.fill(f"ATTENTION: {text}", 80, subsequent_indent="    "))
+    log.say(in_columns(f"ATTENTION: {text}", hanging="    "))
 
 
 # ---------------------------------------------------------------- models, texts
@@ -293,8 +302,8 @@ def ranking_lines(result, before):
     that was not computed at its start and end. before: Run.progress["before"]."""
     if TRAINED not in result or TRAINED not in (before or {}):
         return []
-    return [f"  Spearman  {before[TRAINED]:.3f} before, {result[TRAINED]:.3f} now, of the variants "
-            "trained on, not of others"]
+    return [f"  Spearman  {before[TRAINED]:.3f} before, {result[TRAINED]:.3f} now, of variants "
+            f"that were trained on (up to {MOST_RANKED} proteins)"]
 
 
 def number_text(number, decimals):

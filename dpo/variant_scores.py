@@ -94,9 +94,9 @@ def native_kl(output: VariantScores, reference: VariantScores, protein: DrawnVar
 
 
 def correlate_variants(model: ProteinMPNN, base: FrozenBase, sets: list[VariantSet], config: Any,
-                       ddp: Ddp) -> dict:
-    """val/spearman, the mean over proteins of Spearman's rank correlation of the scores of their
-    variants with the measured values, or {} if all have too few. A collective.
+                       ddp: Ddp) -> float | None:
+    """The mean over proteins of Spearman's rank correlation of the scores of their variants with
+    the measured values; None if all have too few. A collective.
 
     Scores are by one order, less those of the reference that the loss compares with. Of variants of
     several mutations at most table.most_several of a protein are scored.
@@ -112,5 +112,4 @@ def correlate_variants(model: ProteinMPNN, base: FrozenBase, sets: list[VariantS
         values.append(known[numbers])
     scores = score_proteins(model, [variant_set.complex for variant_set in sets], variants,
                             Scoring(1, seed), correction, ddp=ddp)
-    correlation = mean_spearman(scores, values)
-    return {} if correlation is None else {"val/spearman": correlation}
+    return mean_spearman(scores, values)

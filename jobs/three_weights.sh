@@ -4,8 +4,8 @@
 #   bash jobs/three_weights.sh --train_data megascale.csv data.val_fraction=0.2
 #   CONFIG=configs/dpo_own_table.yaml FOLDER=runs/round1 bash jobs/three_weights.sh \
 #       --train_data table.csv --measured activity --better higher
-# All words go to train_dpo_ddp.py. Runs: FOLDER/v_48_010 and so on. The same command goes on after
-# an interruption.
+# All words go to train_dpo_ddp.py, whose --config, --base_model_name and --work_dir are given here.
+# Runs: FOLDER/v_48_010 and so on. The same command goes on after an interruption.
 set -euo pipefail
 unset CDPATH
 
@@ -19,6 +19,10 @@ FOLDER=${FOLDER:-runs/three_weights}
 here=$(cd -P "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 [ -e "$CONFIG" ] || CONFIG=$here/$CONFIG
 
+if [[ " $* " =~ " "--(config|base_model_name|work_dir|output_dir)[=\ ] ]]; then
+  echo "three_weights.sh: error: found --${BASH_REMATCH[1]}; expected CONFIG=... or FOLDER=..." >&2
+  exit 2
+fi
 for base in v_48_020 v_48_010 v_48_030; do
   "$PYTHON" "$here/$SCRIPT" --config "$CONFIG" --base_model_name "$base" \
     --work_dir "$FOLDER/$base" "$@"

@@ -27,6 +27,8 @@ MOST_REFUSED = 3            # bad lines or records of a file that a refusal list
 
 NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 LIMIT = re.compile(rf"([<>]=?|=[<>]|[≤≥]) *{NUMBER.pattern}")
+# At the top of a table, with blank lines between them. A # alone in its cell names a column.
+COMMENTS = re.compile(r'(?:[\s,;]*"?#(?!"? *[,;\t])[^\r\n]*)*')
 MINUS = "\N{MINUS SIGN}"     # as papers print it; of the keyboard is the hyphen
 # What people and programs write for no value; of a spreadsheet, errors too.
 NO_VALUE = {"", "na", "n/a", "n.a.", "n.a", "<na>", "nan", "null", "none", "-", "--", ".", "?",
@@ -48,12 +50,16 @@ def read_rows(path: Path, required: Sequence[str],
     """
     text = read_table_text(path)
     dialect = "excel-tab" if "\t" in first_line(text) else "excel"
-    lines = csv.reader(io.StringIO(text, newline=""), dialect=dialect, skipinitialspace=True)
+    # Strict: a quote that is never closed would swallow the rows below it.
+    lines = csv.reader(io.StringIO(text, newline=""), dialect=dialect, skipinitialspace=True,
+                       strict=True)
     columns = None
     rows = []
     problems = []
+    n_read = 0      # lines of the file
     try:
         for texts in lines:
+            n_read = lines.line_num
             cells = [cell.strip() for cell in texts]
             if not any(cells):
                 continue
@@ -63,12 +69,13 @@ def read_rows(path: Path, required: Sequence[str],
                 continue
             beyond = [cell for cell in cells[len(columns):] if cell]
             if beyond:
-                problems.append(f"line {lines.line_num}: found {beyond[0]!a:.60} beyond the last "
+                problems.append(f"line {lines.line_num}: found {beyond[0]!r:.60} beyond the last "
                                 f"of {len(columns)} columns")
             cells += [""] * (len(columns) - len(cells))
             rows.append((lines.line_num, dict(zip(columns, cells))))
     except csv.Error as error:
-        raise ValueError(f"{path} is no table: {error}; expected CSV in UTF-8.") from None
+        raise ValueError(f"{path}, line {n_read + 1}: this row is no CSV ({error}); expected a "
+                         "cell that begins with a quote to end with one.") from None
     if columns is None:
         check_columns(path, [], required)
     refuse_all(path, problems)
@@ -94,10 +101,14 @@ def check_columns(path, columns, required):
 
 
 def read_table_text(path: Path) -> str:
-    """The text of a table. Raises: ValueError for what is no file of text, or too large."""
+    """The text of a table, in which comments at its top are empty lines.
+
+    Raises: ValueError for what is no file of text, or too large."""
     if not os.path.isfile(path):
         raise ValueError(f"there is no file {str(path):.200}; expected a table in CSV.")
-    return read_text(path, MOST_BYTES)
+    text = read_text(path, MOST_BYTES)
+    comments = COMMENTS.match(text)[0]
+    return re.sub(r"[^\r\n]", "", comments) + text[len(comments):]
 
 
 def table_columns(text: str) -> list[str]:
@@ -132,7 +143,7 @@ def read_number(text: str, column: str) -> float:
     if NUMBER.fullmatch(written):       # float() alone reads 1_000 and other digits, too
         number = float(written)
     if not abs(number) < LARGEST_NUMBER:    # `not <` is true for nan too
-        raise ValueError(f"found {text!a:.60} as {column}; expected a number below "
+        raise ValueError(f"found {text!r:.60} as {column}; expected a number below "
                          f"{LARGEST_NUMBER:g}, or nothing")
     return number
 

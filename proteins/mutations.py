@@ -35,6 +35,7 @@ from proteins.structures import (Chain, Complex, Structure, numbers_near, parse_
                                  read_structure)
 
 SHOWN = 8               # letters of a sequence that stand for its name
+MERGED = "in each row (of cells that were merged, the first alone has it)"
 
 
 class Variant(NamedTuple):
@@ -45,6 +46,7 @@ class Variant(NamedTuple):
     measured: float = math.nan          # nan: none
     pdb_file: Path | None = None        # that a line of a table names
     chain: str = ""                     # that the text of the mutation names
+    silent: tuple[Mutation, ...] = ()   # parts of the text that change nothing
 
 
 class MutationTable(NamedTuple):
@@ -61,9 +63,8 @@ class MutationTable(NamedTuple):
     @property
     def structures(self) -> list[Path]:
         """The files that it names, each once."""
-        if not self.names_structures:
-            return []
-        return list(dict.fromkeys(variant.pdb_file for variant in self.variants))
+        files = dict.fromkeys(line.pdb_file for line in [*self.variants, *self.wild_types])
+        return [file for file in files if file is not None]
 
     @property
     def has_sequences(self) -> bool:
@@ -104,6 +105,7 @@ class Placement(NamedTuple):
     protein: Protein
     where: str                          # text that names the chain or sequence
     variants: list[Variant]             # all of them
+    wild_types: list[Variant]           # lines that give it a value
     misfits: list[tuple[Variant, str]]  # and why it does not fit
 
 
@@ -127,19 +129,20 @@ def read_mutations(path: str | Path, measured: str | None = None) -> MutationTab
         try:
             reading = read_variant(mutation_text(cells, lines.parts), lines.is_list)
             counts[reading.left_out] += 1
-            counts[SILENT] += reading.n_silent
+            counts[SILENT] += len(reading.silent)
             if reading.left_out and reading.left_out != WILD_TYPE:
                 continue
             value, lack = read_value(cells, measured)
             if reading.mutations:
                 counts[lack] += 1
                 variants.append(Variant(line, cells, reading.mutations, value,
-                                        structure_file(path, cells, files), reading.chain))
+                                        structure_file(path, cells, files), reading.chain,
+                                        reading.silent))
             elif math.isfinite(value):
-                wild_types.append(Variant(line, cells, (), value,
-                                          structure_file(path, cells, files)))
+                file = structure_file(path, cells, files) if cells.get("pdb_file") else None
+                wild_types.append(Variant(line, cells, (), value, file))
         except UnreadableVariant as error:
-            expected = EXPECTED
+            expected = f"{EXPECTED}. {lines.unused}".rstrip(". ")
             problems.append(f"line {line}: {error}")
         except ValueError as error:
             problems.append(f"line {line}: {error}")
@@ -176,14 +179,13 @@ def place_all(table: MutationTable, structure: str | Path | None = None, chain: 
                          "mutation there, or, for SEDD, the wild type's sequence in a column "
                          "sequence.")
     files = {}          # path -> Structure
-    groups = {}         # content of chains -> (their Complex, variants, paths)
+    groups = {}         # content of chains -> (their Complex, variants)
     problems = []
     named = variants_by_name(table, structure, chain, fixed, see_all)
     for (path, name, context), variants in named.items():
         try:
-            if path not in files:
-                files[path] = read_structure(path, ca_only)
-            chosen = choose_complex(files[path], [name] if name else None, context)
+            chosen = choose_complex(read_once(path, ca_only, files), [name] if name else None,
+                                    context)
             if len(chosen.design) > 1:
                 expected = f"expected one, or a column chain{option}, which says which is mutated"
                 if "chain" in variants[0].cells:
@@ -193,19 +195,26 @@ def place_all(table: MutationTable, structure: str | Path | None = None, chain: 
         except (ValueError, OSError) as error:
             problems.append(f"line {variants[0].line}: {error}")
             continue
-        group = groups.setdefault(content_of(chosen), (chosen, [], set()))
-        group[1].extend(variants)
-        group[2].add(path)
+        groups.setdefault(content_of(chosen), (chosen, []))[1].extend(variants)
+    wild_types = []     # (key of their structure, line)
+    for line in table.wild_types:
+        path = structure or line.pdb_file
+        try:
+            key = read_once(Path(path), ca_only, files).key if path else ""
+            wild_types.append((key, line))
+        except (ValueError, OSError) as error:
+            problems.append(f"line {line.line}: {error}")
     refuse_all(table.path, problems)
+    is_one_structure = len({chosen.structure.key for chosen, _ in groups.values()}) == 1
     placements = []
-    for chosen, variants, paths in groups.values():
+    for chosen, variants in groups.values():
         variants.sort(key=lambda variant: variant.line)
         shown = variants[0].cells.get("pdb_file", str(structure))
-        wild_types = tuple(line.measured for line in table.wild_types
-                           if (line.pdb_file or Path(structure)) in paths
-                           and line.cells.get("chain", "") in ("", *chosen.design))
-        protein = Protein(shown, chosen.structure, chosen, [], [], wild_types)
-        placements.append(place(protein, variants, f"chain {protein.chain} of {shown}"))
+        protein = Protein(shown, chosen.structure, chosen, [], [])
+        own = [line for key, line in wild_types
+               if (key == chosen.structure.key or not key and is_one_structure)
+               and line.cells.get("chain", "") in ("", *chosen.design)]
+        placements.append(place(protein, variants, own, f"chain {protein.chain} of {shown}"))
     return what_fits(table, placements)
 
 
@@ -224,15 +233,17 @@ def place_on_sequences(table: MutationTable, wild_type: tuple[str, str] | None =
         beginning = text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
         name = wild_type[0] if wild_type else f"protein {number} ({beginning})"
         try:
+            if not text:
+                raise ValueError(f"found an empty cell as sequence; expected letters {MERGED}")
             check_one_chain(variants)
             protein = protein_of_sequence(name, text)
         except ValueError as error:
             problems.append(f"line {variants[0].line}: {error}")
             continue
-        wild_types = tuple(line.measured for line in table.wild_types
-                           if sequence_of(line, wild_type) == text)
-        protein = protein._replace(wild_types=wild_types)
-        placements.append(place(protein, variants, name))
+        own = [line for line in table.wild_types
+               if sequence_of(line, wild_type) == text
+               or len(groups) == 1 and not sequence_of(line, wild_type)]
+        placements.append(place(protein, variants, own, name))
     refuse_all(table.path, problems)
     return what_fits(table, placements)
 
@@ -356,14 +367,19 @@ def find_residues(mutations: tuple[Mutation, ...], chain: Chain) -> list[tuple[i
             near = numbers_near(mutation.number, chain.numbers)
             hint = f" (there is {', '.join(near)})" if near else ""
             raise ValueError(f"there is no residue {mutation.number}{hint}")
-        letter = LETTERS[chain.S[row]]
-        if letter != mutation.wild_type:
-            hint = ", the mutant's letter" if letter == mutation.mutant else ""
-            raise ValueError(f"residue {mutation.number} is {letter}{hint}")
+        check_letter(mutation, chain, row)
         if not chain.resolved[row]:
             raise ValueError(f"residue {mutation.number} lacks atoms of the backbone")
         changes.append((row, LETTERS.index(mutation.mutant)))
     return changes
+
+
+def check_letter(mutation, chain, row):
+    """ValueError if the row of the mutation has another letter than its wild type."""
+    letter = LETTERS[chain.S[row]]
+    if letter != mutation.wild_type:
+        hint = ", the mutant's letter" if letter == mutation.mutant else ""
+        raise ValueError(f"residue {mutation.number} is {letter}{hint}")
 
 
 # ---- lines ----
@@ -395,9 +411,10 @@ def structure_file(path, cells, files):
     name = cells["pdb_file"]
     if name not in files:
         structure = path.parent / name
-        if not name or not os.path.isfile(structure):
-            tried = str(structure) if name else "(empty cell)"
-            raise ValueError(f"there is no file {tried:.200}")
+        if not name:
+            raise ValueError(f"found an empty cell as pdb_file; expected a path {MERGED}")
+        if not os.path.isfile(structure):
+            raise ValueError(f"there is no file {str(structure):.200}")
         files[name] = structure
     return files[name]
 
@@ -458,6 +475,13 @@ def variants_by_name(table, structure, chain, fixed, see_all):
     return named
 
 
+def read_once(path, ca_only, files):
+    """The Structure of a file. files: {path: Structure} of those before, is added to."""
+    if path not in files:
+        files[path] = read_structure(path, ca_only)
+    return files[path]
+
+
 def choose_complex(structure, names, context):
     """Complex of the chains to mutate and their context. ValueError for absent chains.
 
@@ -472,8 +496,9 @@ def choose_complex(structure, names, context):
     together = [*names, *context]
     for name in together:
         if name not in usable:
-            raise ValueError(f"found chain {name}; expected a protein chain of {structure.name}, "
-                             f"which has {' '.join(usable) or '(none)'}")
+            role = "" if name in names else " as context"
+            raise ValueError(f"found chain {name}{role}; expected a protein chain of "
+                             f"{structure.name}, which has {' '.join(usable) or '(none)'}")
     if not names or len(set(together)) < len(together):
         raise ValueError(f"found the chains {' '.join(together) or '(none)'} of {structure.name}; "
                          "expected each once, those to mutate first")
@@ -487,20 +512,24 @@ def content_of(chosen):
     return chosen.key, chosen.structure.chains[name].numbers
 
 
-def place(protein, variants, where):
-    """The Placement of variants; those that fit are added to the protein."""
+def place(protein, variants, wild_types, where):
+    """The Placement of variants; those that fit are added to the protein.
+
+    wild_types: lines of its wild type."""
+    protein = protein._replace(wild_types=tuple(line.measured for line in wild_types))
     chain = protein.structure.chains[protein.chain]
     misfits = []
     for variant in variants:
         try:
             check_chain(variant)
             changes = find_residues(variant.mutations, chain)
+            check_silent(variant, chain)
         except ValueError as error:
             misfits.append((variant, str(error)))
             continue
         protein.variants.append(variant)
         protein.changes.append(changes)
-    return Placement(protein, where, variants, misfits)
+    return Placement(protein, where, variants, wild_types, misfits)
 
 
 def check_chain(variant):
@@ -508,6 +537,14 @@ def check_chain(variant):
     column = variant.cells.get("chain")
     if column and variant.chain and column != variant.chain:
         raise ValueError(f"the mutation names chain {variant.chain}")
+
+
+def check_silent(variant, chain):
+    """ValueError for a silent part that names another letter than its residue has."""
+    for mutation in variant.silent:
+        row = chain.row_of(mutation.number)
+        if row is not None:
+            check_letter(mutation, chain, row)
 
 
 def what_fits(table, placements):
@@ -529,6 +566,12 @@ def what_fits(table, placements):
         lines.append(f"  and {len(misfits) - MAX_LISTED:,} more")
     if table.left_out:
         lines.append(table.left_out)
+    used = {line.line for placement in placements for line in placement.wild_types}
+    unused = [str(line.line) for line in table.wild_types if line.line not in used]
+    if unused:
+        shown = ", ".join(unused[:MAX_LISTED])
+        lines.append(f"{table.path}: of no protein here, so not used: {len(unused):,} of "
+                     f"{len(table.wild_types):,} values of the wild type (line {shown})")
     return proteins, "\n".join(lines)
 
 
@@ -553,7 +596,8 @@ def sites_of(placement):
     """The NamedSites of the variants of a placement."""
     protein = placement.protein
     mutations = [mutation for variant in placement.variants for mutation in variant.mutations]
-    sites = {(mutation.wild_type, mutation.number) for mutation in mutations}
+    silent = [mutation for variant in placement.variants for mutation in variant.silent]
+    sites = {(mutation.wild_type, mutation.number) for mutation in [*mutations, *silent]}
     mutants = [(mutation.mutant, mutation.number) for mutation in mutations]
     return NamedSites(protein.structure.chains[protein.chain], sites, mutants)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from proteins.csv_files import is_no_value
+from proteins.csv_files import MINUS, is_no_value
 from proteins.letters import AMINO_ACIDS, RARE
 from proteins.residue_names import NAMES
 
@@ -49,6 +49,9 @@ STOP_SIGN = "*"
 GAP = "-"
 UNKNOWN_SIGN = "?"
 SIGNS = (SILENT_SIGN, STOP_SIGN, GAP, UNKNOWN_SIGN)
+# What papers print in place of the keyboard's hyphen.
+HYPHENS = str.maketrans(dict.fromkeys(
+    (MINUS, "\N{HYPHEN}", "\N{NON-BREAKING HYPHEN}", "\N{EN DASH}"), "-"))
 
 
 class Mutation(NamedTuple):
@@ -65,7 +68,7 @@ class Reading(NamedTuple):
     """What a text says."""
     mutations: tuple[Mutation, ...] = ()    # substitutions, each of another residue
     chain: str = ""                         # that the text names
-    n_silent: int = 0                       # parts that change nothing, beside others
+    silent: tuple[Mutation, ...] = ()       # parts that change nothing, beside others
     left_out: str = ""                      # kind of what is no substitution; then there is none
 
 
@@ -80,6 +83,8 @@ def read_variant(text: str, is_line: bool = False) -> Reading:
         is_line: it is a line of a list, on which several may be meant as variants of their own.
     Raises: UnreadableVariant; ValueError for a text that is read but not clear.
     """
+    original = text
+    text = text.translate(HYPHENS)
     plain = SUBSTITUTION.fullmatch(text)
     if plain and plain[1] != plain[3]:      # nearly all texts
         return Reading((Mutation(*plain.groups()),))
@@ -87,12 +92,12 @@ def read_variant(text: str, is_line: bool = False) -> Reading:
     if kind:
         return Reading(left_out=kind)
     body, is_bracketed = without_reference(text.strip())
-    parts = [read_part(word, text) for word in split_parts(body)]
+    parts = [read_part(word, original) for word in split_parts(body)]
     if not parts:
-        raise unreadable(text)
+        raise unreadable(original)
     if is_line and not is_bracketed:
         refuse_several(body, parts)
-    return reading_of(parts, text)
+    return reading_of(parts, original)
 
 
 def is_letter(text: str) -> bool:
@@ -123,16 +128,20 @@ RESIDUE = "|".join(sorted(MEANING, key=len, reverse=True))      # Ter before T
 NUMBER = "-?[0-9]+[A-Za-z]?"
 PLACE = rf"(?:{RESIDUE}|\*)?[A-Za-z]?-?[0-9]+"          # G1, GA1 with the chain, 1
 CHANGE = "(delins|del|delta|Δ|ins|dup|fs|ext)"
-OPEN = r"\(?(?:(?!p)([A-Za-z0-9])\.)?(?:p\.)?\(?"        # group 1: the chain of A.G1A
+# Group 1: the chain of A.G1A, or of A@G1A, which stands for A:G1A. c.G35A is of DNA.
+OPEN = r"\(?(?:(?![cgmnpr]\.)([A-Za-z0-9])[.@])?(?:p\.)?\(?"
 
 SUBSTITUTION = re.compile(f"([{AMINO_ACIDS}])({NUMBER})([{AMINO_ACIDS}])")
 # Groups: chain before a point, wild type, chain within, number, mutant.
-PART = re.compile(rf"{OPEN}({RESIDUE}|\*)([A-Za-z])?({NUMBER})({RESIDUE}|[=*?-])\)?")
+PART = re.compile(rf"{OPEN}({RESIDUE}|\*)([A-Za-z])?({NUMBER})(?:->|[→>])?({RESIDUE}|[=*?-])\)?")
 # G1del, G1_W3del, R97Pfs*23, *110Qext*17; delF508, insG16. Group 2 or 3: the change.
 NO_SUBSTITUTION = re.compile(
     rf"{OPEN}(?:{PLACE}(?:_{PLACE})?(?:{RESIDUE})?{CHANGE}(?![a-z])[\w*?()\[\]-]*|{CHANGE}_?{PLACE}\w*)")
-# NP_000123.1:p.Gly1Ala; ClinVar writes NM_000546.6(TP53):c.524G>A (p.Arg175His)
-REFERENCE = re.compile(r"([\w.()-]{3,}):(?:c\.\S+ \()?(?=p\.)")
+# NP_000123.1:p.Gly1Ala; ANNOVAR writes KRAS:NM_004985:exon2:c.G35A:p.G12D, and ClinVar
+# NM_000546.6(TP53):c.524G>A (p.Arg175His)
+REFERENCE = re.compile(
+    r"((?:[\w.()-]{3,}:|[cgmnr]\.[^\s:]+:)+)(?:c\.\S+ \()?(?=p\.)")
+OF_DNA = re.compile(r"(?:.*[\s:(])?[cgmnr]\.")
 BRACKETS = re.compile(r"(?:p\.)?\[([^\[\]]*)\]")        # p.[Gly1Ala;Trp2Phe]
 CHAIN_AND_COLON = re.compile(r"(?<![^\s,;+/&|_:([-])([A-Za-z0-9]):")      # A:G1A
 
@@ -161,7 +170,7 @@ def kind_of_word(text):
 def without_reference(text):
     """(the text without what names its sequence, and without brackets; whether there were any)."""
     reference = REFERENCE.match(text)
-    if reference and not PART.fullmatch(reference[1]):
+    if reference and not any(map(is_part, split_parts(reference[1]))):
         text = text[reference.end():]
     brackets = BRACKETS.fullmatch(text)
     if brackets:
@@ -169,10 +178,15 @@ def without_reference(text):
     return text, False
 
 
+def is_part(word):
+    """Whether a word is a mutation, of any kind."""
+    return bool(PART.fullmatch(word) or NO_SUBSTITUTION.fullmatch(word))
+
+
 def split_parts(text):
     """The words of the mutations. An underscore and a minus may stand within one (G1_W3del, A-3V),
     too."""
-    text = CHAIN_AND_COLON.sub(r"\1.", text)
+    text = CHAIN_AND_COLON.sub(r"\1@", text)
     parts = []
     for word in re.split(r"[\s:,;+/&|]+", text):
         if NO_SUBSTITUTION.fullmatch(word):
@@ -237,12 +251,14 @@ def reading_of(parts, text):
     if len(chains) > 1:
         return Reading(left_out=TWO_CHAINS)
     mutations = tuple(part.mutation for part in parts if not part.kind)
+    silent = tuple(part.mutation for part in parts if part.kind)
     if not mutations:
         return Reading(left_out=UNCHANGED)
     if len({part.mutation.number for part in parts}) < len(parts):
-        raise ValueError(f"found {text!a:.60}; expected each mutation of another residue")
-    return Reading(mutations, "".join(chains), n_silent=len(parts) - len(mutations))
+        raise ValueError(f"found {text!r:.60}; expected each mutation of another residue")
+    return Reading(mutations, "".join(chains), silent)
 
 
 def unreadable(text):
-    return UnreadableVariant(f"found {text!a:.60}")
+    of_dna = ", which is of DNA or RNA" if OF_DNA.match(text) else ""
+    return UnreadableVariant(f"found {text!r:.60}{of_dna}")

@@ -47,6 +47,12 @@ def is_amino_acid(name: str) -> bool:
 
 
 @functools.cache
+def is_nucleotide(name: str) -> bool:
+    """Whether the name of a residue is that of a nucleotide of DNA or RNA."""
+    return gemmi.find_tabulated_residue(name.strip().upper()).is_nucleic_acid()
+
+
+@functools.cache
 def token_of(name: str) -> int:
     """The letter of a residue by its name, of a modified one that of its parent, as a token."""
     if not is_amino_acid(name):

@@ -491,8 +491,8 @@ def _record(path, record, number, is_fasta):
     if PIR.match(header):
         raise ValueError(f"{path}, line {number}: found {'>' + header[:40]!r}, as PIR (NBRF) has "
                          "it, where a line of description stands before each sequence; expected "
-                         "FASTA. Convert it, as Biopython does: SeqIO.convert('x.pir', 'pir', "
-                         "'x.fasta', 'fasta').")
+                         "FASTA. Convert it, as Biopython does: `SeqIO.convert('x.pir', "
+                         "'pir', 'x.fasta', 'fasta')`.")
     return header, text, number + 1
 
 

@@ -26,7 +26,7 @@ from string import ascii_letters
 import numpy as np
 
 from proteins.letters import LETTERS, X_ID
-from proteins.residue_names import CAPS, NAMES, plain_name, token_of
+from proteins.residue_names import NAMES, plain_name, token_of
 from proteins.seeds import content_key
 from proteins.structure_files import BOUND, FORMATS, MAX_ANGSTROM, read_models
 
@@ -152,14 +152,15 @@ def read_structure(path: str | Path, ca_only: bool = False) -> Structure:
     of its parent, or X if that is not known; HIE, NGLY and the like are HIS and GLY. Of several
     atoms of one name, or several residue names, at a residue number (alternative locations, models)
     the first counts. OT1, OXT and the like are the O of a residue without one. Nucleic acids become
-    X rows without coordinates. mmCIF is read by author names and numbers, from _atom_site alone.
+    X rows without coordinates; water, ions and lipids in ATOM records are left out. mmCIF is read
+    by author names and numbers, from _atom_site alone.
     What would be lost is refused: two residues of one number, two chains of one name. A number in
     columns 23 to 27 of a PDB file, such as 10000, is read.
 
     The official code sorts rows by number, has rows for caps (ACE, NME ...) and one chain for all
     proteins without a chain name. Here caps have none; where numbers do not rise, the order of the
     file is kept if distances show it (_order_rows); and TER and segments separate proteins that
-    have no name (structure_files.py). `notes` of the structure tell of the last two.
+    chain names do not (structure_files.py). `notes` of the structure tell of the last two.
     Source: parse_PDB_biounits of github.com/dauparas/ProteinMPNN.
 
     Args:
@@ -181,7 +182,6 @@ def read_structure(path: str | Path, ca_only: bool = False) -> Structure:
                          "with .gz")
     try:
         models, notes = read_models(path)
-        _remove_caps(models)
         ends = _remove_ligands(models, ca_only)
         _check_identities(models)
         chains, order_notes = _make_chains(models, ca_only)
@@ -335,15 +335,6 @@ def numbers_near(number: str, numbers: Iterable[str | None]) -> list[str]:
 
 
 # ---- residues that are read ----
-
-def _remove_caps(models):
-    """Remove residues that only close the ends of a chain, such as ACE and NME."""
-    for model in models:
-        for chain in model:
-            for index in reversed(range(len(chain))):
-                if chain[index].name.upper() in CAPS:
-                    del chain[index]
-
 
 def _remove_ligands(models, ca_only):
     """Remove HETATM residues, but MSE and those that fill a gap in the numbers of their chain.

@@ -157,7 +157,7 @@ class BatchPlan:
         kept = np.arange(in_file.max() + 1).clip(max=self.max_length)   # residues, by length
         if self.long == "drop":
             kept[self.max_length + 1:] = 0
-        self.work_of = kept * (6 * hidden_size + kept)
+        self.work_of = _work(kept, hidden_size)
         self.work_in_set = int((self.work_of[in_file] * counts).sum())
         self.residues_in_file = int((in_file * counts).sum())
         self.counts = np.bincount(kept[in_file], counts).astype(np.int64)
@@ -285,7 +285,7 @@ class BatchPlan:
         place = np.searchsorted(up_to, MOST_WHOLE * up_to[-1])
         longest = int(self.in_file[order][place])
         kept = self.in_file.clip(max=longest)
-        work = (kept * (6 * self.hidden_size + kept) * self.counts_in_file).sum()
+        work = (_work(kept, self.hidden_size) * self.counts_in_file).sum()
         return longest, float(work / self.work_in_set)
 
     def place(self, step):
@@ -473,6 +473,11 @@ def to_device(batch, device, dtype):
 
 
 # ---- helpers ----
+
+def _work(residues, hidden_size):
+    """What an array of lengths costs, up to a factor: products of weights, and attention."""
+    return residues * (6 * hidden_size + residues)
+
 
 @functools.lru_cache(maxsize=4)     # all steps of a window use the same order
 def _shuffled(n, *key):

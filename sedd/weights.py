@@ -297,7 +297,7 @@ def need_safetensors():
         return safetensors.torch
     except ImportError as error:
         raise ValueError(f"an exported folder needs the package safetensors ({error}). Install it: "
-                         "pip install safetensors.") from None
+                         "`pip install safetensors`.") from None
 
 
 # ---------------------------------------------------------------- start from weights

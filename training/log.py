@@ -3,7 +3,7 @@
     log = RunLog("runs/demo", ddp.is_main, total_steps=2000)
     log.truncate(step)                # after a resume: drop rows that will be written again
     log.metrics(step, {"loss": 2.81, "val/loss": 2.79})
-    log.progress(step, loss=2.81, ppl=16.6, rate=12300)
+    log.progress(step, loss=2.81, ppl=16.6, rate=(12300, "res"))
     log.say("saved checkpoints/last.pt")
     log.close()
 

@@ -1,11 +1,11 @@
 """What --plan and a start print: tables and lines on batch, learning rate and results."""
 import math
 import re
-import textwrap
 
 from ddp_setup import print0
 from training.loop import (check_ranks, is_finished, length_of_decay, micro_batches_of,
                            rate_share, scale_for_batch)
+from training.problems import in_columns
 from training.resume import machine_differences
 
 
@@ -172,6 +172,4 @@ def scale_name(rule):
 
 def print_lines(ddp, lines):
     """Print on rank 0, in at most 80 columns where words allow it."""
-    wrap = textwrap.TextWrapper(80, subsequent_indent="    ", break_long_words=False,
-                                break_on_hyphens=False)
-    print0(ddp, "\n".join(map(wrap.fill, lines)))
+    print0(ddp, in_columns("\n".join(lines), hanging="    "))

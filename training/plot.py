@@ -72,14 +72,18 @@ def choose_panels(runs) -> list[tuple]:
     return panels
 
 
+class NothingLogged(ValueError):
+    """A run folder without a row of metrics."""
+
+
 def rows_of(folder) -> list[dict]:
     """The rows of a run's metrics.jsonl, to which val/unigram is added: nats from the perplexity.
 
-    Raises: ValueError if there are none."""
+    Raises: NothingLogged if there are none."""
     path = Path(folder) / "metrics.jsonl"
     rows = read_rows(path)
     if not rows:
-        raise ValueError(f"{path} is missing or empty; expected the folder of a run that has "
+        raise NothingLogged(f"{path} is missing or empty; expected the folder of a run that has "
                          "logged a step.")
     for row in rows:
         if row.get("val/unigram_perplexity"):

@@ -17,7 +17,7 @@ from training.config import dump_yaml
 from training.files import write_text_atomic
 from training.log import print_line, read_rows
 from training.loop import is_finished
-from training.plot import draw, rows_of
+from training.plot import NothingLogged, draw, rows_of
 from training.problems import in_columns
 
 # A folder with none of these names in it is not taken for a run folder.
@@ -159,9 +159,9 @@ def draw_curves(folder) -> None:
     """Draw curves.png of a run that has logged a row, and say where it is, or why there is none. An
     error here does not fail the run."""
     try:
-        if not read_rows(folder / "metrics.jsonl"):    # it was stopped before
-            return
         draw({folder.name: rows_of(folder)}, folder / "curves.png")
+    except NothingLogged:   # it was stopped before
+        return
     except ImportError:   # matplotlib is optional
         print_line("  picture   none without matplotlib: pip install matplotlib, then\n"
                    f"    python plot_run.py {folder}")

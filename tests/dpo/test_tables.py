@@ -375,7 +375,7 @@ def test_without_validation_a_run_says_how_it_ranks_the_variants_that_it_trains_
     run(config_for(tmp_path, **settings), tmp_path / "run")
     logged = [row["spearman"] for row in rows(tmp_path / "run") if "spearman" in row]
     assert logged[-1] > max(logged[0], 0.8) and rows(tmp_path / "run")[0]["step"] == 0
-    end = f"Spearman  {logged[0]:.3f} before, {logged[-1]:.3f} now, of the variants trained on"
+    end = f"Spearman  {logged[0]:.3f} before, {logged[-1]:.3f} now, of variants that were trained"
     assert end in capsys.readouterr().out
 
 

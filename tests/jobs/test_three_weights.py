@@ -1,7 +1,10 @@
 """jobs/three_weights.sh: trains from three published weights, and says how to score by all."""
 import os
+import re
 import shlex
 import subprocess
+
+import pytest
 
 import score_mutations
 import train_dpo_ddp
@@ -28,6 +31,15 @@ def test_three_trainings_have_a_base_and_a_folder_each_and_the_words_given(tmp_p
         trained.append((config.model.base_model_name, options.work_dir))
     assert trained == [(name, f"runs/three_weights/{name}")
                        for name in ("v_48_020", "v_48_010", "v_48_030")]
+
+
+@pytest.mark.parametrize("words", ["--work_dir x", "--base_model_name=w.pt", "--config c.yaml"])
+def test_a_folder_or_base_for_all_three_is_refused(words, tmp_path):
+    done = subprocess.run(["bash", ROOT / "jobs" / "three_weights.sh", *words.split()],
+                          cwd=tmp_path, env={**os.environ, "PYTHON": "echo"},
+                          capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == ""
+    assert f"found {re.split('[ =]', words)[0]};" in done.stderr
 
 
 def test_the_command_that_it_prints_scores_by_all_three(tmp_path):

@@ -100,6 +100,23 @@ def test_a_table_of_nothing_but_stops_is_refused(small):
     assert "left out: 1 stop; expected" in refusal(path, read_mutations)
 
 
+def test_a_silent_part_must_have_the_letter_of_its_residue(small):
+    path = write(small, TABLE + "".join(f"small.pdb,A,{mutation},1\n" for mutation in
+                                        ("M1A:K2K", "M1C:W2W", "M1D:K2=", "M1E:W2=", "M1F:W4W")),
+                 "t.csv")
+    (protein,), note = place_all(read_mutations(path))
+    assert [texts(variant) for variant in protein.variants] == [["M1A"], ["M1D"], ["M1F"]]
+    assert "line 3: M1C: in chain A of small.pdb residue 2 is K\n" in note
+    assert "line 5: M1E: in chain A of small.pdb residue 2 is K\n" in note
+
+
+def test_silent_parts_tell_whether_the_numbers_are_those_of_the_protein(tmp_path):
+    rows = "MKTAYIA,K3R:T4T\nMKTAYIA,T4A:A5A\n"      # one too large
+    path = write(tmp_path, "sequence,mutation\n" + rows, "t.csv")
+    message = refusal(path, lambda path: place_on_sequences(read_mutations(path)))
+    assert "3 of 3 residues" in message and "With every number 1 smaller, all do" in message
+
+
 # ---- values ----
 
 @pytest.mark.parametrize("text", ["", "NA", "n/a", "N/A", "nan", "NaN", "#N/A", "null", "None", "-",
@@ -170,6 +187,50 @@ def test_a_row_of_the_wild_type_counts_for_the_one_protein_that_a_table_does_not
     assert protein.wild_type == 0.5
 
 
+@pytest.mark.parametrize("row", ["../FOLDER/small.pdb,A,WT,2", "copy.pdb,A,WT,2", ",A,WT,2",
+                                 "NA,NA,WT,2", "small.pdb,_,WT,2"])
+def test_a_row_of_the_wild_type_is_of_the_one_structure_however_it_is_named(row, small):
+    (small / "copy.pdb").write_text((small / "small.pdb").read_text())
+    rows = f"small.pdb,A,M1A,1\n{row}\n".replace("FOLDER", small.name)
+    (protein,), note = place_all(read_mutations(write(small, TABLE + rows, "t.csv"), "ddg"))
+    assert protein.wild_type == 2 and "not used" not in note
+
+
+@pytest.mark.parametrize("row", ["small.pdb,B,WT,2", "small.pdb,a,WT,2", "one.pdb,A,WT,2"])
+def test_a_value_of_a_wild_type_of_no_protein_is_told(row, small):
+    (small / "one.pdb").write_text(Atoms().add("A", 1, "MET").add("A", 2, "LYS").pdb())
+    rows = f"small.pdb,A,M1A,1\nsmall.pdb,A,WT,3\n{row}\n"
+    path = write(small, TABLE + rows, "t.csv")
+    (protein,), note = place_all(read_mutations(path, "ddg"))
+    assert protein.wild_type == 3
+    assert note.splitlines()[-1] == (f"{path}: of no protein here, so not used: 1 of 2 values of "
+                                     "the wild type (line 4)")
+
+
+def test_of_several_structures_a_wild_type_that_names_none_has_no_protein(small):
+    (small / "one.pdb").write_text(Atoms().add("A", 1, "MET").add("A", 2, "LYS").pdb())
+    path = write(small, f"{TABLE}small.pdb,A,M1A,1\none.pdb,A,K2R,1\n,,WT,2\n", "t.csv")
+    proteins, note = place_all(read_mutations(path, "ddg"))
+    assert all(math.isnan(protein.wild_type) for protein in proteins)
+    assert "so not used: 1 of 1 values of the wild type (line 4)" in note
+
+
+def test_a_wild_type_without_a_sequence_is_of_the_only_one(tmp_path):
+    one = "sequence,mutation,ddg\nMKTA,K2R,1\n,WT,2\n"
+    (protein,), note = place_on_sequences(read_mutations(write(tmp_path, one, "t.csv"), "ddg"))
+    assert protein.wild_type == 2 and "not used" not in note
+    path = write(tmp_path, f"{one}GKTA,K2R,1\n", "t.csv")
+    proteins, note = place_on_sequences(read_mutations(path, "ddg"))
+    assert all(math.isnan(protein.wild_type) for protein in proteins)
+    assert "so not used: 1 of 1 values of the wild type (line 3)" in note
+
+
+def test_a_mutation_without_a_sequence_is_refused(tmp_path):
+    path = write(tmp_path, "sequence,mutation\nMKTA,K2R\nNA,K2C\n", "t.csv")
+    message = refusal(path, lambda path: place_on_sequences(read_mutations(path)))
+    assert ", line 3: found an empty cell as sequence; expected" in message
+
+
 # ---- chains in mutations ----
 
 def test_a_chain_in_the_mutation_is_as_one_in_its_column(small):
@@ -222,7 +283,7 @@ def test_mutation_in_capitals_comes_before_other_names(tmp_path):
     ("wt,pos,mut,mut_aa", "has the columns mut and mut_aa; expected one of them"),
     ("mutation,Chain,CHAIN", "has the columns Chain and CHAIN; expected one of them"),
     ("Mutation(s)_PDB,ddg", "line 1 is Mutation(s)_PDB,ddg; expected the names of the columns"),
-    ("#Pdb;Mutation(s)_PDB", "line 1 is #Pdb;Mutation(s)_PDB; expected the names"),
+    ("#Pdb;Mutation(s)_PDB", "line 2 is M1A;M1A (above it, blank lines and those that begin with"),
     ("sequence,f", "line 1 is sequence,f; expected the names of the columns"),
     ("M1A,0.5", "line 1 is M1A,0.5; expected the names of the columns"),
     ("residues", "line 1 is residues; expected the names of the columns")])
@@ -249,6 +310,23 @@ def test_other_columns_are_known_in_any_case(small):
 def test_letters_in_columns_are_joined(header, row, expected, tmp_path):
     path = write(tmp_path, f"{header},f\n{row},1\n", "t.csv")
     assert texts(read_mutations(path, "f").variants[0]) == [expected]
+
+
+@pytest.mark.parametrize("header", [
+    "Wild-type residue,Position,Mutant residue", "from,position,to",
+    "Wild Type AA,Residue Number,Mut", "WT amino acid,Amino-acid position,mutated amino acid",
+    "ref_aa,pos,alt_aa", "WT,site,MutAA"])
+def test_columns_of_letters_have_many_names(header, tmp_path):
+    path = write(tmp_path, f"{header}\nM,1,A\n", "t.csv")
+    assert texts(read_mutations(path).variants[0]) == ["M1A"]
+
+
+@pytest.mark.parametrize("header", ["wt,pos,position,mut", "wt,pos,position,mut_aa"])
+def test_columns_of_letters_that_cannot_be_used_are_named_in_a_refusal(header, tmp_path):
+    path = write(tmp_path, f"{header}\nM,1,1,A\nM,1,1,C\n", "t.csv")
+    assert "The columns pos and position are not used, as" in refusal(path, read_mutations)
+    path = write(tmp_path, f"mutation,{header}\nM1A,M,1,1,A\n", "t.csv")
+    assert texts(read_mutations(path).variants[0]) == ["M1A"]
 
 
 @pytest.mark.parametrize("row, kind", [
@@ -285,6 +363,34 @@ def test_cells_that_spreadsheets_leave_out_or_add_are_nothing(text, tmp_path):
 def test_lines_are_counted_with_those_that_are_passed_over(tmp_path):
     path = write(tmp_path, "mutation,ddg\n,\n\nM1,1\n", "t.csv")
     assert ", line 4: found 'M1'" in refusal(path, read_mutations)
+
+
+@pytest.mark.parametrize("top", ["# of a paper\n", "# one, two\n\n#three\n", '"# of, a paper",,\n',
+                                 "# a\r\n# \"b\r\n", " # a\r# b\r"])
+@pytest.mark.parametrize("header", ["mutation,ddg", "#,mutation,ddg"])
+def test_comments_above_a_table_are_passed_over(top, header, tmp_path):
+    path = write(tmp_path, f"{top}{header}\n{'1,' * header.count('#')}M1A,1\n", "t.csv")
+    variant, = read_mutations(path, "ddg").variants
+    assert texts(variant) == ["M1A"] and variant.measured == 1
+    assert variant.line == len(re.findall("\r\n|\r|\n", top)) + 2
+
+
+def test_below_the_header_a_number_sign_is_no_comment(tmp_path):
+    path = write(tmp_path, "mutation,ddg\n# M1A,1\n", "t.csv")
+    assert ", line 2: found '# M1A'" in refusal(path, read_mutations)
+
+
+@pytest.mark.parametrize("cell", ['"see note', '"see note\nM1C,1,"see note', '"a"b'])
+def test_a_quote_that_is_not_closed_swallows_no_rows(cell, tmp_path):
+    rows = f"M1A,1,\nK2R,1,{cell}\nM1D,2,\nM1E,3,\n"
+    path = write(tmp_path, f"mutation,ddg,note\n{rows}", "t.csv")
+    assert ", line 3: this row is no CSV" in refusal(path, read_mutations)
+
+
+@pytest.mark.parametrize("cell", ['5" gel', '"5"" gel"', '"two\nlines"', '""', "5'"])
+def test_quotes_within_a_cell_are_read(cell, tmp_path):
+    path = write(tmp_path, f"mutation,ddg,note\nM1A,1,{cell}\nM1C,2,\n", "t.csv")
+    assert len(read_mutations(path).variants) == 2
 
 
 def test_a_refusal_lists_three_lines(tmp_path):
@@ -360,7 +466,7 @@ def test_a_scan_leaves_residues_out_that_lack_atoms_of_the_backbone(small):
     ("small.pdb,A,M1A,high", "found 'high' as ddg"),
     ("small.pdb,A,M1A,1_000", "found '1_000' as ddg"),
     ("no.pdb,A,M1A,1", "/no.pdb"),
-    (",A,M1A,1", "there is no file (empty cell)"),
+    (",A,M1A,1", "found an empty cell as pdb_file; expected"),
     ("small.pdb,A,M1A,1,,x", "found 'x' beyond the last of 4 columns")])
 def test_a_wrong_line_is_named(row, said, small):
     path = write(small, f"{TABLE}{row}\n", "t.csv")
@@ -397,6 +503,8 @@ def test_measured_values_need_their_column(text, said, tmp_path):
     ("small.pdb,Z,M1A,", "found chain Z; expected a protein chain of"),
     ("small.pdb,D,M1A,", "found chain D; expected a protein chain of"),
     ("small.pdb,,M1A,", "has the protein chains A B; expected one"),
+    ("small.pdb,_,M1A,", "expected one of them in the column chain, which is empty"),
+    ("small.pdb,A,M1A,in buffer", "found chain in as context; expected a protein chain of"),
     ("small.pdb,A,M1A,A", "found the chains A A of"),
     ("small.pdb,A,M9A,", "no variant fits its protein. Found line 2: M9A"),
     ("list.txt,A,M1A,", "is not a file with a name in")])

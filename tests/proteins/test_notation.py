@@ -6,7 +6,7 @@ import pytest
 
 from launchers import ROOT
 from proteins.notation import (DELETION, EMPTY, FRAMESHIFT, INSERTION, PLURALS, STOP, TWO_CHAINS,
-                               UNCHANGED, UNKNOWN, WILD_TYPE, read_variant)
+                               UNCHANGED, UNKNOWN, WILD_TYPE, UnreadableVariant, read_variant)
 
 
 def texts(reading):
@@ -34,7 +34,7 @@ def test_a_form_in_the_docs_is_read_as_they_say(text, meaning):
         assert reading.left_out == meaning and not reading.mutations
         return
     assert not reading.left_out
-    assert reading.n_silent == ("silent" in meaning)
+    assert bool(reading.silent) == ("silent" in meaning)
     assert reading.chain == ("A" if "chain A" in meaning else "")
     if meaning.startswith("residue"):
         (_, number, _), = reading.mutations
@@ -55,6 +55,11 @@ def test_the_docs_have_a_form_of_each_kind():
     ("cys3ser", ["C3S"]), ("Cys3S", ["C3S"]), ("C3Ser", ["C3S"]),
     ("p.Cys3Ser_Lys4Glu", ["C3S", "K4E"]), ("p.[(Cys3Ser;Lys4Glu)]", ["C3S", "K4E"]),
     ("p.Cys3Ser;p.Lys4Glu", ["C3S", "K4E"]), ("C3S:p.Lys4Glu", ["C3S", "K4E"]),
+    ("K\u22123R", ["K-3R"]), ("C3S\u2212K4E", ["C3S", "K4E"]), ("C3S\u2013K4E", ["C3S", "K4E"]),
+    ("C3\u2192S", ["C3S"]), ("C3>S", ["C3S"]), ("Cys3->Ser", ["C3S"]), ("K-3->R", ["K-3R"]),
+    ("c.G35A:p.G12D", ["G12D"]), ("c.35G>A:p.G12D", ["G12D"]),
+    ("KRAS:NM_004985:exon2:c.G35A:p.G12D", ["G12D"]),
+    ("C3S_D5N:p.Lys4Glu", ["C3S", "D5N", "K4E"]), ("C3S:D5N:p.Lys4Glu", ["C3S", "D5N", "K4E"]),
     ("P04637:p.R175H", ["R175H"]),
     ("ENSP00000269305.4:p.(Arg175His)", ["R175H"]),
     ("NM_000546.6(TP53):c.524G>A (p.Arg175His)", ["R175H"])])
@@ -67,7 +72,7 @@ def test_variants_of_several_notations(text, expected):
     ("Ch3S", "h", ["C3S"]), ("H:C3S,H:K4E", "H", ["C3S", "K4E"]), ("2:C3S", "2", ["C3S"]),
     ("H.C3S_H.K4E", "H", ["C3S", "K4E"]), ("H:C3S:K4E", "H", ["C3S", "K4E"]),
     ("CH3S:KH4E", "H", ["C3S", "K4E"]), ("H:p.Cys3Ser", "H", ["C3S"]),
-    ("CL3S:KL4K;", "L", ["C3S"])])
+    ("CL3S:KL4K;", "L", ["C3S"]), ("c:C3S", "c", ["C3S"]), ("p:C3S", "p", ["C3S"])])
 def test_the_chain_may_be_in_the_mutation(text, chain, expected):
     reading = read_variant(text)
     assert (reading.chain, texts(reading)) == (chain, expected)
@@ -90,14 +95,26 @@ def test_what_is_no_substitution_has_a_kind(text, kind):
 
 
 @pytest.mark.parametrize("text", [
-    "C3", "3S", "S", "c3s", "ch3s", "C3S4", "C3-S", "C 3 S", "C(3)S", "C3>S", "C3S:K4", "C3:K4E",
+    "C3", "3S", "S", "c3s", "ch3s", "C3S4", "C3-S", "C 3 S", "C(3)S", "C3S:K4", "C3:K4E",
     "C3_0S", "1_0", "C\u0663S", "C\uff13S", "C\u00b3S", "=3S", "-3S", "?3S", "J3", "mutation",
-    "wild types", "WT:C3S", "Abc3Ser", "C3extra", "C3S:K4Delta5", "c.524G>A",
+    "C3S (het)", "wild types", "WT:C3S", "Abc3Ser", "C3extra", "C3S:K4Delta5", "c.524G>A",
     "p.[Cys3Ser];[Lys4Glu]", "p.[Cys3Ser(;)Lys4Glu]", "C3S:C3S", "C3S:C3A", "C3S:C3C", "0.5"])
 def test_what_is_in_no_form_is_refused_with_its_text(text):
     with pytest.raises(ValueError) as caught:
         read_variant(text)
-    assert ascii(text) in str(caught.value)
+    assert repr(text) in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["c.G35A", "c.35G>A", "NM_1.1:c.G35A", "g.G35A", "m.G35A",
+                                  "n.G35A", "r.(10g>a)"])
+def test_a_change_of_dna_or_rna_is_told_from_a_mutation_in_a_chain(text):
+    with pytest.raises(UnreadableVariant, match="which is of DNA or RNA"):
+        read_variant(text)
+
+
+def test_a_refusal_shows_the_signs_of_the_text():
+    with pytest.raises(UnreadableVariant, match="found 'C\u2192S'"):
+        read_variant("C\u2192S")
 
 
 @pytest.mark.parametrize("line", ["C3S, K4E", "C3S K4E", "C3S;K4E", "C3S,K4E;", "CA3S;KA4E;",

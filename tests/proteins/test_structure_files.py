@@ -1,8 +1,10 @@
 """What programs write into PDB and mmCIF files besides what the formats say: names of residues and
 atoms, caps, chains without names."""
+import re
+
 import pytest
 
-from mpnn_cases import Atoms, write
+from mpnn_cases import Atoms, refusal, write
 from proteins.letters import decode
 from proteins.structures import BACKBONE, describe_reading, read_structure
 
@@ -114,9 +116,12 @@ GAP = Atoms(line_of("", ONE) + line_of("", OTHER, 4))
 MSE = line_of("", ["MSE"], 3, het=True)                 # in the gap
 LIGAND = line_of("", ["GLU"], 20, away=50.0, het=True)
 FIRST_OF_P = line_of("P", ONE)
-SECOND_OF_P = line_of("P", OTHER, 3, away=30.0)
+SECOND_OF_P = line_of("P", OTHER, away=30.0)
 PROA = with_segment(FIRST_OF_P, "PROA")
 PROB = with_segment(SECOND_OF_P, "PROB")
+NOT_OF_PROTEIN = [("WAT", ["O"]), ("HOH", ["O"]), ("SOL", ["OW"]), ("TIP3", ["OH2"]),
+                  ("NA", ["NA"]), ("SOD", ["SOD"]), ("CA", ["CA"]), ("POPC", ["N", "C1", "P"]),
+                  ("NAG", ["C1"])]
 
 
 @pytest.mark.parametrize("text, letters", [
@@ -129,11 +134,9 @@ PROB = with_segment(SECOND_OF_P, "PROB")
     (pdb(with_segment(line_of("", ONE), "L"), with_segment(FAR_FROM_1, "H"), between=""),
      {"L": "GW", "H": "ST"}),
     (pdb(PROA, PROB), {"PROA": "GW", "PROB": "ST"}),
-    (pdb(PROA, with_segment(line_of("P", OTHER, away=30.0), "PROB")),
-     {"PROA": "GW", "PROB": "ST"}),
     (pdb(with_segment(FIRST_OF_P, "P"), with_segment(SECOND_OF_P, "Q")), {"P": "GW", "Q": "ST"}),
 ], ids=["TER", "TER, numbers anew", "END", "TER, a named chain", "segments", "segments, no TER",
-        "segments of one name", "segments of one name, numbers anew",
+        "segments of one name",
         "a segment called as its chain"])
 def test_proteins_that_no_chain_name_tells_apart_are_chains_of_their_own(tmp_path, text, letters):
     structure = read(tmp_path, "s.pdb", text)
@@ -155,10 +158,74 @@ def test_a_broken_chain_is_one_beside_proteins_without_names(tmp_path):
     assert letters_of(structure) == {"C": "GWXXST", "A": "GW", "B": "ST"}
 
 
-def test_water_beside_proteins_without_names_keeps_a_chain_without_a_name(tmp_path):
+def frame(*proteins, away=0.0):
+    """Records of proteins without chain names, away from those of another frame."""
+    return "".join(with_segment(line_of("", ONE + OTHER, away=40.0 * k + away), segment)
+                   for k, segment in enumerate(proteins))
+
+
+@pytest.mark.parametrize("proteins, n_frames", [
+    ([""], 2), ([""], 3), (["PROA"], 2), (["PROA", "PROB"], 2)],
+    ids=["two frames", "three frames", "of a segment", "of two proteins"])
+def test_frames_of_a_trajectory_are_no_chains(tmp_path, proteins, n_frames):
+    frames = [frame(*proteins, away=0.8 * number) for number in range(n_frames)]
+    path = write(tmp_path, "END\n".join(frames) + "END\n", "s.pdb")
+    assert "at one place" in refusal(path, read_structure)
+
+
+def test_alternative_locations_are_no_second_protein_at_one_place(tmp_path):
+    one = line_of("", ONE + OTHER, altloc="A") + line_of("", ONE + OTHER, away=0.5, altloc="B")
+    structure = read(tmp_path, "s.pdb", pdb(Atoms(one), FAR_FROM_1))
+    assert letters_of(structure) == {"A": "GWST", "B": "ST"}
+
+
+@pytest.mark.parametrize("counts", [(2, 1), (1, 2)], ids=str)
+def test_models_with_different_numbers_of_proteins_are_refused(tmp_path, counts):
+    proteins = [line_of("", ONE), FAR_FROM_1]
+    text = "".join(f"MODEL {k:8}\n{pdb(*proteins[:n])}ENDMDL\n" for k, n in enumerate(counts, 1))
+    message = refusal(write(tmp_path, text, "s.pdb"), read_structure)
+    assert f"make {counts[0]} of chain (blank) in one model and {counts[1]} in another" in message
+
+
+@pytest.mark.parametrize("name, atoms", NOT_OF_PROTEIN, ids=[name for name, _ in NOT_OF_PROTEIN])
+@pytest.mark.parametrize("chain", ["", "A"], ids=["no chain name", "chain A"])
+def test_water_ions_and_lipids_in_atom_records_are_no_rows(tmp_path, chain, name, atoms):
+    others = Atoms(atom for number in (1, 2, 2, 9)     # numbers of the protein, and one twice
+                   for atom in line_of(chain, [name], number, atoms=atoms, away=50.0))
+    structure = read(tmp_path, "s.pdb", pdb(line_of(chain, ONE), others))
+    assert letters_of(structure) == {chain: "GW"} and describe_reading([structure]) == ""
+
+
+def test_water_ions_and_lipids_of_mmcif_are_no_rows(tmp_path):
+    atoms = line_of("A", ONE)
+    for number, (name, of_it) in enumerate(NOT_OF_PROTEIN, start=1):
+        atoms += line_of("A", [name], number, atoms=of_it, away=50.0)
+    assert letters_of(read(tmp_path, "s.cif", Atoms(atoms).mmcif())) == {"A": "GW"}
+
+
+def test_water_beside_proteins_without_names_is_no_chain(tmp_path):
     structure = read(tmp_path, "s.pdb", pdb(line_of("", ONE), FAR, WATER))
-    assert letters_of(structure) == {"A": "GW", "B": "ST", "": "X"}
-    assert not structure.chains[""].resolved.any()
+    assert letters_of(structure) == {"A": "GW", "B": "ST"}
+
+
+def test_dna_beside_a_protein_without_a_name_is_no_row(tmp_path):
+    dna = line_of("", [" DA", " DT"], atoms=["P"], away=50.0)
+    assert letters_of(read(tmp_path, "s.pdb", pdb(line_of("", ONE), dna))) == {"": "GW"}
+    assert letters_of(read(tmp_path, "s.pdb", pdb(line_of("A", ONE), dna))) == {"A": "GW", "": "XX"}
+    dna = line_of("D", [" DA", " DT"], atoms=["P"], away=50.0)
+    assert letters_of(read(tmp_path, "s.pdb", pdb(line_of("", ONE), dna))) == {"": "GW", "D": "XX"}
+
+
+@BOTH
+def test_an_unknown_residue_with_a_backbone_is_a_row(tmp_path, file, text):
+    chain = read(tmp_path, file, text(line_of("A", ["GLY", "QQQ", "TRP"]))).chains["A"]
+    assert decode(chain.S) == "GXW" and chain.resolved.all()
+
+
+def test_water_in_atom_records_takes_no_number_of_a_modified_residue(tmp_path):
+    sep = line_of("", ["SEP"], 3, het=True)
+    water = line_of("", ["WAT"], 3, atoms=["O"], away=50.0)
+    assert letters_of(read(tmp_path, "s.pdb", pdb(GAP, sep, water, between=""))) == {"": "GWSST"}
 
 
 @pytest.mark.parametrize("text, letters", [
@@ -166,15 +233,53 @@ def test_water_beside_proteins_without_names_keeps_a_chain_without_a_name(tmp_pa
     (pdb(line_of("A", ONE), line_of("A", OTHER, 5)), {"A": "GWXXST"}),
     (pdb(line_of("", ONE), line_of("", OTHER, 3)), {"": "GWST"}),
     (pdb(line_of("", ONE + OTHER), LIGAND), {"": "GWST"}),
-    (pdb(line_of("", ONE + OTHER), WATER), {"": "GWSTXXXXX"}),
     (pdb(with_segment(line_of("A", ONE), "A1"), with_segment(line_of("A", OTHER, 3), "A2")),
      {"A": "GWST"}),
     (with_segment(line_of("A", ONE), "1ABC"), {"A": "GW"}),
-], ids=["a break", "a gap", "no name, bound", "no name, a ligand", "no name, water",
+], ids=["a break", "a gap", "no name, bound", "no name, a ligand",
         "segments that are bound", "one segment"])
 def test_a_chain_in_parts_is_one_chain(tmp_path, text, letters):
     structure = read(tmp_path, "s.pdb", text)
     assert letters_of(structure) == letters and describe_reading([structure]) == ""
+
+
+@pytest.mark.parametrize("text, letters, words", [
+    (pdb(line_of("", ONE), line_of("", OTHER, 5)), {"": "GWXXST"}, "(blank) 2 and 5"),
+    (pdb(with_segment(line_of("A", ONE), "S1"), with_segment(line_of("A", OTHER, 5), "S2")),
+     {"A": "GWXXST"}, "A 2 and 5"),
+    (pdb(with_segment(line_of("A", ONE), "S1"), with_segment(line_of("A", OTHER, 3, 30.0), "S2")),
+     {"A": "GWST"}, "A 2 and 3"),
+], ids=["no name", "a chain of two segments", "a broken chain of two segments"])
+def test_parts_through_which_the_numbers_rise_are_one_chain(tmp_path, text, letters, words):
+    structure = read(tmp_path, "s.pdb", text)
+    assert letters_of(structure) == letters
+    assert f"read as one chain, as the numbers rise: {words} (" in describe_reading([structure])
+
+
+def test_a_gap_over_end_separates_proteins_without_names(tmp_path):
+    text = pdb(line_of("", ONE), line_of("", OTHER, 5), between="END\n")
+    assert letters_of(read(tmp_path, "s.pdb", text)) == {"A": "GW", "B": "ST"}
+
+
+def test_a_part_without_residue_numbers_is_refused(tmp_path):
+    text = pdb(line_of("", ONE), with_segment(FAR, "").replace("   3    ", "        "))
+    assert "expected a residue number" in refusal(write(tmp_path, text, "s.pdb"), read_structure)
+
+
+def test_a_gap_too_short_for_the_distance_separates_proteins_without_names(tmp_path):
+    structure = read(tmp_path, "s.pdb", pdb(line_of("", ONE), line_of("", OTHER, 5, away=30.0)))
+    assert letters_of(structure) == {"A": "GW", "B": "ST"}
+
+
+def test_a_chain_whose_residues_are_segments_by_turns_is_one(tmp_path):
+    parts = [with_segment(line_of("A", [name], number), f"S{number % 2}")
+             for number, name in enumerate(2 * (ONE + OTHER), start=1)]
+    assert letters_of(read(tmp_path, "s.pdb", "".join(parts))) == {"A": "GWSTGWST"}
+
+
+def test_selenomethionine_far_from_its_segment_belongs_to_it(tmp_path):
+    text = with_segment(GAP, "PROA") + with_segment(FAR_FROM_1, "PROB") + with_segment(MSE, "PROA")
+    assert letters_of(read(tmp_path, "s.pdb", text)) == {"PROA": "GWMST", "PROB": "ST"}
 
 
 def test_selenomethionine_after_a_chain_without_a_name_fills_its_gap(tmp_path):
@@ -188,6 +293,21 @@ def test_text_in_columns_73_to_76_that_changes_in_a_residue_names_no_segment(tmp
     text = "".join(f"{line[:72]}{k % 3:4}{line[76:]}\n" for k, line in enumerate(lines.split("\n"))
                    if line)
     assert letters_of(read(tmp_path, "s.pdb", text)) == {"A": "GWST"}
+
+
+@pytest.mark.parametrize("end", ["  1.00 20.00      1SG   2", "  1.00 20.00      1ABC 101", " a b",
+                                 "\t1.00"], ids=["MODELLER", "PDB of 1995", "letters", "a tab"])
+def test_what_is_right_of_coordinates_may_be_anything(tmp_path, end):
+    lines = line_of("A", ONE).pdb().removesuffix("END\n").splitlines()
+    text = "".join(f"{line[:54]}{end}\n" for line in lines)
+    assert letters_of(read(tmp_path, "s.pdb", text)) == {"A": "GW"}
+
+
+def test_chains_of_mmcif_without_author_names_have_label_names(tmp_path):
+    chains = line_of("1", ["GLY", "SER", "TRP"]) + line_of("2", OTHER, away=30.0)
+    chains += line_of("2", ["SEP"], 3, away=30.0, het=True) + line_of("2", ["ALA"], 4, away=30.0)
+    text = re.sub(r"\w( \d)$", r".\1", Atoms(chains).mmcif(), flags=re.MULTILINE)
+    assert letters_of(read(tmp_path, "s.cif", text)) == {"L1": "GSW", "L2": "STSA"}
 
 
 @BOTH

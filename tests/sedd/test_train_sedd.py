@@ -606,14 +606,23 @@ def test_sizes_of_the_command_line_are_not_replaced_by_those_of_the_weights(
         prepare(config, Ddp(), tmp_path, given=["model.hidden_size"])
 
 
-def test_a_plan_is_that_of_the_weights_that_the_run_would_begin_with(straight, fasta, capsys):
-    def plan(*more):
-        main(["--config", str(ROOT / "configs" / "sedd_demo.yaml"), "--plan", "1",
-              *words({**TINY, "data.file": fasta}), *more])
+def test_a_plan_is_that_of_the_weights_that_the_run_would_begin_with(
+        straight, fasta, tmp_path, capsys):
+    def plan(config, *more):
+        path = tmp_path / "config.yaml"
+        path.write_text(dump_yaml(config))
+        main(["--config", str(path), "--plan", "1", *more])
         return capsys.readouterr().out
 
-    other = words({}, **OTHER_SIZES)
-    assert plan(f"training.init_from={straight}", *other) == plan() != plan(*other)
+    expected = plan(tiny(fasta))
+    other = plan(tiny(fasta, **OTHER_SIZES), f"training.init_from={straight}")
+    said = [line for line in other.splitlines() if line not in expected.splitlines()]
+    assert said[0].startswith("  architecture of the initial weights, not that of the config")
+    assert expected.splitlines() == [line for line in other.splitlines() if line not in said]
+    with pytest.raises(SystemExit) as caught:
+        plan(tiny(fasta), f"training.init_from={straight}", "model.hidden_size=16")
+    assert caught.value.code == 2
+    assert "leave model.hidden_size=16 out" in " ".join(capsys.readouterr().err.split())
 
 
 def test_validation_and_samples_are_those_of_the_averaged_weights(fasta, tmp_path, monkeypatch):

