@@ -62,7 +62,7 @@ ONLY_DRAWING = ("num", "temperature", "omit", "bias", "tied_positions", "homomer
 
 class DesignRow(NamedTuple):
     """The columns of designs.csv. None is called `score`: a user adds a column of that name."""
-    pdb: str
+    pdb: Path
     chain: str
     context: str
     sequence: str
@@ -357,23 +357,23 @@ def batches_of(model, encoding, tensors, design, args, given):
 
 def design_rows(design, batch, scores):
     """The DesignRows of drawn sequences. scores: of each."""
+    path = Path(design.structure.name)
+    path = path.parent.resolve() / path.name    # so that the table may be copied elsewhere
     rows = []
     for S, (temperature, number), mpnn_score in zip(batch.S.numpy(), batch.draws, scores):
         rows.append(DesignRow(
-            design.structure.name, " ".join(design.chains), " ".join(design.complex.fixed),
-            design.text(S), f"{temperature:g}", number, mpnn_score, recovery(design, S)))
+            path, " ".join(design.chains), " ".join(design.complex.fixed), design.text(S),
+            f"{temperature:g}", number, mpnn_score, recovery(design, S)))
     return rows
 
 
-def csv_text(rows, folder):
-    """CSV of DesignRows, with paths relative to the folder in which it is."""
+def csv_text(rows):
+    """CSV of DesignRows."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(DesignRow._fields)
     for row in rows:
-        path = Path(row.pdb)
-        path = os.path.relpath(path.parent.resolve() / path.name, folder.resolve())
-        writer.writerow(row._replace(pdb=path, mpnn_score=f"{row.mpnn_score:.4f}",
+        writer.writerow(row._replace(mpnn_score=f"{row.mpnn_score:.4f}",
                                      seq_recovery=f"{row.seq_recovery:.4f}"))
     return text.getvalue()
 
@@ -459,7 +459,7 @@ def draw_and_score(args, ddp):
                 table += rows
         finally:    # after Ctrl-C or out of memory: those of finished structures
             if args.out_folder and table:
-                write_text_atomic(args.out_folder / DESIGNS, csv_text(table, args.out_folder))
+                write_text_atomic(args.out_folder / DESIGNS, csv_text(table))
 
 
 def make_designs(paths, args, ca_only):

@@ -58,13 +58,13 @@ def test_after_a_turn_of_the_loop_designs_score_higher(structures, tmp_path):
     torch.save(to_checkpoint(model), tmp_path / "base.pt")
     before = draw(tmp_path / "base.pt", structures, tmp_path / "before")
     assert len(before) == 16
-    scores = tmp_path / "before" / "scores.csv"     # paths in it are relative to its folder
-    with open(scores, "w", newline="") as file:
+    with open(tmp_path / "scores.csv", "w", newline="") as file:
         writer = csv.DictWriter(file, [*before[0], "score"])
         writer.writeheader()
         for row in before:
             writer.writerow({**row, "score": net_charge(row["sequence"])})
-    pairs_from_scores.main([str(scores), str(tmp_path / "pairs.json"), "--margin", "1"])
+    pairs_from_scores.main([str(tmp_path / "scores.csv"), str(tmp_path / "pairs.json"),
+                            "--margin", "1"])
     config = load_config(Config, None, words(
         SETTINGS, model__base_model_dir=tmp_path, data__train_data=tmp_path / "pairs.json"))
     prepare_and_train(train_dpo_ddp, config, Ddp(), tmp_path / "run")
