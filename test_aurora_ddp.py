@@ -87,7 +87,7 @@ def read_arguments(argv: list[str] | None) -> argparse.Namespace:
         help="seconds in which the ranks wait for each other (default 60)")
     add("--init_timeout", type=float, default=90.0,
         help="seconds for all ranks to appear (default 90)")
-    add("--local-rank", "--local_rank", help=argparse.SUPPRESS)   # torch.distributed.launch adds it
+    add("--local-rank", "--local_rank", help=argparse.SUPPRESS)   # of torch.distributed.launch
     return parser.parse_args(argv)
 
 

@@ -196,23 +196,23 @@ def place_all(table: MutationTable, structure: str | Path | None = None, chain: 
             problems.append(f"line {variants[0].line}: {error}")
             continue
         groups.setdefault(content_of(chosen), (chosen, []))[1].extend(variants)
+    keys = {chosen.structure.key for chosen, _ in groups.values()}
+    the_only_key = keys.pop() if len(keys) == 1 else None
     wild_types = []     # (key of their structure, line)
     for line in table.wild_types:
         path = structure or line.pdb_file
         try:
-            key = read_once(Path(path), ca_only, files).key if path else ""
+            key = read_once(Path(path), ca_only, files).key if path else the_only_key
             wild_types.append((key, line))
         except (ValueError, OSError) as error:
             problems.append(f"line {line.line}: {error}")
     refuse_all(table.path, problems)
-    is_one_structure = len({chosen.structure.key for chosen, _ in groups.values()}) == 1
     placements = []
     for chosen, variants in groups.values():
         variants.sort(key=lambda variant: variant.line)
         shown = variants[0].cells.get("pdb_file", str(structure))
         protein = Protein(shown, chosen.structure, chosen, [], [])
-        own = [line for key, line in wild_types
-               if (key == chosen.structure.key or not key and is_one_structure)
+        own = [line for key, line in wild_types if key == chosen.structure.key
                and line.cells.get("chain", "") in ("", *chosen.design)]
         placements.append(place(protein, variants, own, f"chain {protein.chain} of {shown}"))
     return what_fits(table, placements)
@@ -432,7 +432,7 @@ def describe_left_out(path, counts, measured):
         lacks.append(f"{counts[LIMIT]:,} with a limit, such as >5")
     texts = []
     if kinds:
-        texts.append(f"left out: {', '.join(kinds)}")
+        texts.append(f"no substitution: {', '.join(kinds)}")
     if lacks:
         texts.append(f"not measured in {measured}: {', '.join(lacks)}")
     if not texts:

@@ -133,7 +133,8 @@ OPEN = r"\(?(?:(?![cgmnpr]\.)([A-Za-z0-9])[.@])?(?:p\.)?\(?"
 
 SUBSTITUTION = re.compile(f"([{AMINO_ACIDS}])({NUMBER})([{AMINO_ACIDS}])")
 # Groups: chain before a point, wild type, chain within, number, mutant.
-PART = re.compile(rf"{OPEN}({RESIDUE}|\*)([A-Za-z])?({NUMBER})(?:->|[→>])?({RESIDUE}|[=*?-])\)?")
+PART = re.compile(
+    rf"{OPEN}({RESIDUE}|\*)([A-Za-z])?({NUMBER})(?:->|[→>])?({RESIDUE}|\?\?\?|[=*?-])\)?")
 # G1del, G1_W3del, R97Pfs*23, *110Qext*17; delF508, insG16. Group 2 or 3: the change.
 NO_SUBSTITUTION = re.compile(
     rf"{OPEN}(?:{PLACE}(?:_{PLACE})?(?:{RESIDUE})?{CHANGE}(?![a-z])[\w*?()\[\]-]*|{CHANGE}_?{PLACE}\w*)")

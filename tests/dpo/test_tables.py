@@ -549,7 +549,7 @@ def test_a_row_of_the_wild_type_gives_its_protein_the_value(of_config, of_others
                                    nan_ok=True)
     description = " ".join(data.description)
     assert f"wild type 4, of its row in the table; {said}" in description
-    assert "left out: 3 wild types" in description
+    assert "no substitution: 3 wild types" in description
 
 
 def test_limits_and_rows_without_a_value_are_told_and_not_trained_on(tmp_path):

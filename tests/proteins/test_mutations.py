@@ -86,8 +86,8 @@ def test_rows_that_are_no_substitution_are_counted_by_kind_and_left_out(small):
     path = write(small, TABLE + "".join(f"small.pdb,A,{line},1\n" for line in lines), "t.csv")
     (protein,), note = place_all(read_mutations(path, measured="ddg"))
     assert [texts(variant) for variant in protein.variants] == [["M1A"], ["K2R"], ["M1A"]]
-    assert note == (f"{path}: left out: 1 wild type, 3 stops, 1 deletion, 1 variant that changes "
-                    "nothing, 1 row without a mutation, 1 silent part")
+    assert note == (f"{path}: no substitution: 1 wild type, 3 stops, 1 deletion, 1 variant that "
+                    "changes nothing, 1 row without a mutation, 1 silent part")
 
 
 def test_a_row_that_is_no_substitution_may_have_anything_in_its_other_columns(small):
@@ -97,7 +97,7 @@ def test_a_row_that_is_no_substitution_may_have_anything_in_its_other_columns(sm
 
 def test_a_table_of_nothing_but_stops_is_refused(small):
     path = write(small, TABLE + "small.pdb,A,M1*,1\n", "t.csv")
-    assert "left out: 1 stop; expected" in refusal(path, read_mutations)
+    assert "no substitution: 1 stop; expected" in refusal(path, read_mutations)
 
 
 def test_a_silent_part_must_have_the_letter_of_its_residue(small):
@@ -336,7 +336,7 @@ def test_columns_of_letters_that_cannot_be_used_are_named_in_a_refusal(header, t
     ("M,1,X", "1 variant with an unknown letter")])
 def test_letters_in_columns_may_be_no_substitution(row, kind, tmp_path):
     path = write(tmp_path, f"wt,pos,mut\nK,2,R\n{row}\n", "t.csv")
-    assert read_mutations(path).left_out == f"{path}: left out: {kind}"
+    assert read_mutations(path).left_out == f"{path}: no substitution: {kind}"
 
 
 @pytest.mark.parametrize("row", ["M,,A", ",1,A", "M,A1,A", "M,1_0,A", "M,\u0661,A", "MK,1,A",
