@@ -28,5 +28,5 @@ for base in v_48_020 v_48_010 v_48_030; do
     --work_dir "$FOLDER/$base" "$@"
 done
 echo "Score by all three, each corrected by its own base weights:"
-printf '  python score_mutations.py %q --also %q --also %q ...\n' \
+printf '  %q %q %q --also %q --also %q ...\n' "$PYTHON" "$here/score_mutations.py" \
   "$FOLDER"/{v_48_020,v_48_010,v_48_030}/latest_model.pt

@@ -175,9 +175,8 @@ def place_all(table: MutationTable, structure: str | Path | None = None, chain: 
         see describe_misnumbered.
     """
     if structure is None and not table.names_structures:
-        raise ValueError(f"{table.path} has no column pdb_file; expected the structure of each "
-                         "mutation there, or, for SEDD, the wild type's sequence in a column "
-                         "sequence.")
+        raise ValueError(f"{table.path} has no column pdb_file; expected it, with the path of the "
+                         "structure in each line, relative to the table.")
     files = {}          # path -> Structure
     groups = {}         # content of chains -> (their Complex, variants)
     problems = []

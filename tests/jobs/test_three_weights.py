@@ -46,7 +46,7 @@ def test_the_command_that_it_prints_scores_by_all_three(tmp_path):
     *_, line = said_by_script(tmp_path, "--train_data", "t.csv", FOLDER="my runs/a")
     _, script, *argv = shlex.split(line)
     args = score_mutations.read_arguments([*argv[:-1], "x.pdb", "--scan"])
-    assert script == "score_mutations.py" and argv[-1] == "..."
+    assert script == str(ROOT / "score_mutations.py") and argv[-1] == "..."
     assert [args.weights, *args.also] == [f"my runs/a/{name}/latest_model.pt"
                                           for name in ("v_48_020", "v_48_010", "v_48_030")]
 
