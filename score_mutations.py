@@ -257,8 +257,9 @@ def refuse_options(args, names, weights):
 
 # ---- proteins ----
 
-def read_scan(args, scorer):
-    """The Proteins of --scan. Raises ValueError or OSError."""
+def read_scan(args, scorer, ddp):
+    """The Proteins of --scan. Prints how positions were understood. Raises ValueError or OSError.
+    """
     if len({is_structure(path) for path in args.proteins}) > 1:
         raise ValueError(f"found {' '.join(map(str, args.proteins))}: structures and sequences, "
                          "whose tables have other columns; expected one kind.")
@@ -266,8 +267,11 @@ def read_scan(args, scorer):
     for path in args.proteins:
         if is_structure(path):
             fixed = args.fixed_chains
-            proteins += scan_structure(path, args.chains, fixed, args.mutable_positions,
-                                       see_all=not scorer.is_sedd, ca_only=scorer.ca_only)
+            found, note = scan_structure(path, args.chains, fixed, args.mutable_positions,
+                                         see_all=not scorer.is_sedd, ca_only=scorer.ca_only)
+            proteins += found
+            if note:
+                print0(ddp, in_columns(f"{path}: {note}"), file=sys.stderr)
         else:
             refuse_chains(args)
             proteins += [scan_sequence(name, text) for name, text in read_fasta(path, scorer)]
@@ -529,7 +533,7 @@ def check_outputs(args, inputs):
 def run(args, ddp):
     """Do what the options say. Raises ValueError or OSError."""
     scorer = load_scorer(args, ddp)
-    proteins = read_scan(args, scorer) if args.scan else read_table(args, scorer, ddp)
+    proteins = read_scan(args, scorer, ddp) if args.scan else read_table(args, scorer, ddp)
     known_proteins = read_unmeasured(args, scorer, ddp)
     if known_proteins:
         proteins = keep_measured_chains(proteins, known_proteins, args.unmeasured)

@@ -249,7 +249,7 @@ def place_on_sequences(table: MutationTable, wild_type: tuple[str, str] | None =
 
 def scan_structure(path: str | Path, chains: list[str] | None = None,  # noqa: PLR0913
                    fixed: list[str] | None = None, positions: list[str] | None = None,
-                   see_all: bool = True, ca_only: bool = False) -> list[Protein]:
+                   see_all: bool = True, ca_only: bool = False) -> tuple[list[Protein], str]:
     """All single mutations of a structure: at each resolved residue the 19 other letters.
 
     Args:
@@ -258,6 +258,7 @@ def scan_structure(path: str | Path, chains: list[str] | None = None,  # noqa: P
         positions: the only ones to mutate, texts such as A10-A20; None: all.
         see_all:   one Protein of all chains together; False: one of each chain alone.
         ca_only:   read the structure for a CA-only model.
+    Returns: the Proteins, and a text on how positions were understood, or "".
     Raises: ValueError.
     """
     structure = read_structure(path, ca_only)
@@ -265,8 +266,9 @@ def scan_structure(path: str | Path, chains: list[str] | None = None,  # noqa: P
     names = chains or list(whole.design)
     labels = [(name, number) for name in names for number in structure.chains[name].numbers]
     wanted = range(len(labels))
+    note = ""
     if positions:
-        wanted, _ = parse_positions(" ".join(positions), structure, names)
+        wanted, note = parse_positions(" ".join(positions), structure, names)
     parts = [whole]
     if not see_all:
         parts = [Complex(structure, [name]) for name in names]
@@ -286,7 +288,7 @@ def scan_structure(path: str | Path, chains: list[str] | None = None,  # noqa: P
     if not proteins:
         raise ValueError(f"{path}: found no residue to mutate; expected some with one of the 20 "
                          f"letters and {structure.needed}.")
-    return proteins
+    return proteins, note
 
 
 def scan_sequence(name: str, text: str) -> Protein:

@@ -247,7 +247,7 @@ def test_what_ranks_have_to_share_changes_with(other, folder):
     for options in ([], other):
         args = score_mutations.read_arguments(["w.pt", "one.pdb", "--scan", *options])
         scorer = score_mutations.load_scorer(args, Ddp())
-        proteins = score_mutations.read_scan(args, scorer)
+        proteins = score_mutations.read_scan(args, scorer, Ddp())
         inputs.append(score_mutations.inputs_of(args, scorer, proteins))
     assert inputs[0] != inputs[1]
 
@@ -311,6 +311,14 @@ MKTAYIAKQ,K2W:Q9A,,"c, d"
 {AMINO_ACIDS},C2D,-0.5,e
 GSHHW,W5A,0.25,f
 """
+
+
+def test_a_scan_says_how_it_has_understood_positions(command):
+    """A bare number is a row from 0, not the number in the file."""
+    rows, err = command("w.pt", "one.pdb", "--scan", "--mutable_positions", "1-2")
+    assert "one.pdb: 2 positions by 0-based number in the sequence: 1-2" in err
+    by_name, err = command("w.pt", "one.pdb", "--scan", "--mutable_positions", "A11-A12")
+    assert "2 positions by chain and number in the file: A11-A12" in err and rows == by_name
 
 
 def test_columns_with_the_names_of_results_are_kept_under_others(score):

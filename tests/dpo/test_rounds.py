@@ -27,7 +27,7 @@ def hidden_values():
     """{mutation: what the laboratory would measure}: by the new letter, and noise."""
     draw = np.random.default_rng(5)
     of_letter = dict(zip(AMINO_ACIDS, draw.normal(size=len(AMINO_ACIDS))))
-    protein, = scan_structure("s0.pdb")
+    (protein,), _ = scan_structure("s0.pdb")
     return {variant.cells["mutation"]: of_letter[variant.mutations[0].mutant]
             + 0.3 * float(draw.normal()) for variant in protein.variants}
 

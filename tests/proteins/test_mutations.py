@@ -453,7 +453,7 @@ def test_a_sequence_may_be_in_lower_case(tmp_path):
 
 
 def test_a_scan_leaves_residues_out_that_lack_atoms_of_the_backbone(small):
-    protein, = scan_structure(small / "small.pdb", chains=["A"])
+    (protein,), _ = scan_structure(small / "small.pdb", chains=["A"])
     assert "6" in protein.structure.chains["A"].numbers
     numbers = {mutation.number for variant in protein.variants for mutation in variant.mutations}
     assert "5" in numbers and "6" not in numbers
