@@ -4,8 +4,8 @@
 
 Columns of PDB files hold more than the format knows: names of residues of four letters and names of
 chains of two share column 21, and where chains have no names, TER and the names of segments in
-columns 73 to 76 tell proteins apart. Which residues become rows is decided in structures.py. Writes
-nothing.
+columns 73 to 76 tell proteins apart. Water, ions and lipids are left out here, which ligands become
+rows is decided in structures.py. Writes nothing.
 """
 import bisect
 import gzip
