@@ -154,11 +154,13 @@ def unused_parts(columns):
 def known_columns(path, columns, parts):
     """{column in the file: mutation, or one of OPTIONAL_COLUMNS}. That of mutants' letters is
     called mutation, too. Raises: ValueError."""
-    found = {name: column_of(path, columns, [name]) for name in OPTIONAL_COLUMNS}
-    found["mutation"] = (column_of(path, columns, ["mutation"])
-                         or column_of(path, columns, MUTATION_COLUMNS)
-                         or parts and column_of(path, columns, MUTANT_COLUMNS, part_name)
-                         or column_of(path, columns, ["mut"]))
+    found = {name: column_of(path, columns, [name]) for name in (*OPTIONAL_COLUMNS, "mutation")}
+    if not found["mutation"]:
+        found["mutation"] = column_of(path, columns, MUTATION_COLUMNS)
+    if parts and not found["mutation"]:
+        found["mutation"] = column_of(path, columns, MUTANT_COLUMNS, part_name)
+    if not found["mutation"]:
+        found["mutation"] = column_of(path, columns, ["mut"])
     return {column: name for name, column in found.items() if column}
 
 

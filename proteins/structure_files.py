@@ -259,19 +259,20 @@ def _separate_proteins(lines, model, found):
     model: its text, with TER.
     found: _Found, to which is added.
     Raises ValueError for models that differ, and for two proteins at one place."""
-    chains = {line[20:22] for line in lines}
+    tags = {line[20:22] + line[72:76] for line in lines}    # with segments
+    chains = {tag[:2] for tag in tags}
+    if b"  " not in chains and len(chains) == len(tags):    # most files: each chain is one part
+        for chain in chains:
+            _check_count(chain, 1, found)
+        return lines
     used = {chain.decode("latin-1").strip() for chain in chains}
     lines = list(lines)
     for chain, parts in _parts_of(lines, _ends_in(model)).items():
         proteins = _join_parts(parts, found.gaps)
         if not proteins:
             continue
-        count = found.counts.setdefault(chain, len(proteins))
-        if count != len(proteins):
-            raise ValueError(f"TER or names of segments make {count} of chain {_words_for(chain)} "
-                             f"in one model and {len(proteins)} in another; expected the same in "
-                             "each. Name the chains, or keep one model")
-        if count == 1:
+        _check_count(chain, len(proteins), found)
+        if len(proteins) == 1:
             continue
         _check_apart(proteins)
         used.discard(chain.decode("latin-1").strip())
@@ -281,6 +282,15 @@ def _separate_proteins(lines, model, found):
             for index in itertools.chain.from_iterable(part.indices for part in protein):
                 lines[index] = lines[index][:20] + columns + lines[index][22:]
     return lines
+
+
+def _check_count(chain, count, found):
+    """ValueError if a chain holds another number of proteins than in a model before."""
+    before = found.counts.setdefault(chain, count)
+    if before != count:
+        raise ValueError(f"TER or names of segments make {before} of chain {_words_for(chain)} in "
+                         f"one model and {count} in another; expected the same in each. Name the "
+                         "chains, or keep one model")
 
 
 def _ends_in(model):

@@ -182,6 +182,10 @@ def read_structure(path: str | Path, ca_only: bool = False) -> Structure:
                          "with .gz")
     try:
         models, notes = read_models(path)
+        n_models = sum(len(model) > 0 for model in models)
+        if n_models > 1:
+            notes += (f"of {n_models} models the first one counts (the copies of a biological "
+                      "assembly need chain names of their own)",)
         ends = _remove_ligands(models, ca_only)
         _check_identities(models)
         chains, order_notes = _make_chains(models, ca_only)

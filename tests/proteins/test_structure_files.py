@@ -149,7 +149,17 @@ def test_proteins_of_all_models_get_the_same_chains(tmp_path):
     model = pdb(line_of("", ONE), FAR)
     structure = read(tmp_path, "s.pdb", f"MODEL        1\n{model}ENDMDL\nMODEL        2\n{model}")
     assert letters_of(structure) == {"A": "GW", "B": "ST"}
-    assert describe_reading([structure]).endswith("are read as chains A B")
+    assert "are read as chains A B;" in describe_reading([structure])
+
+
+def test_models_that_are_not_read_are_told(tmp_path):
+    """A biological assembly has the copies of a chain in models, under one name."""
+    copies = [pdb(line_of("A", ONE, away=away)) for away in (0.0, 40.0)]
+    text = "".join(f"MODEL {number:8}\n{copy}ENDMDL\n" for number, copy in enumerate(copies, 1))
+    structure = read(tmp_path, "s.pdb", text)
+    assert letters_of(structure) == {"A": "GW"}
+    assert "of 2 models the first one counts" in describe_reading([structure])
+    assert describe_reading([read(tmp_path, "t.pdb", copies[0] + "ENDMDL\n")]) == ""
 
 
 def test_a_broken_chain_is_one_beside_proteins_without_names(tmp_path):
