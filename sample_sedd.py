@@ -45,7 +45,7 @@ from proteins.csv_files import refuse_all
 from sedd.batches import batches_within
 from sedd.diffusion import sample, sample_scheduled
 from sedd.evaluation import BoundEstimator, draw_lengths, perplexity
-from sedd.variants import residue_scores
+from sedd.variants import masked_nll, residue_scores
 from sedd.weights import export_sedd, load_sedd
 from training.command_line import add_launch_arguments
 from training.files import check_output
@@ -295,19 +295,12 @@ def score_sequences(sedd, sequences, samples=8, window=False, tokens=16384, dtyp
     Returns: Scores. Raises: ValueError.
     """
     ddp = ddp or Ddp(device=next(sedd.model.parameters()).device)
-    parts = []
-    owner = []
-    for i, sequence in enumerate(sequences):
-        pieces = windows(encode(sequence), sedd.max_length, window)
-        parts += pieces
-        owner += [i] * len(pieces)
-    owner = np.array(owner, np.int64)
-    proteins = Proteins.from_sequences(parts)
+    proteins, owner = parts_to_score(sedd, sequences, window)
     start = np.array([seed_for("score", int(key)) / 2**63 for key in proteins.keys])
     estimator = BoundEstimator(proteins, sedd.graph, sedd.noise, sedd.letters, start, samples,
                                tokens)
     gains = estimator.gains(sedd.model, ddp, dtype).numpy()     # (parts, samples)
-    spread = np.full(len(parts), math.nan)
+    spread = np.full(len(proteins), math.nan)
     if samples > 1:
         spread = gains.var(1, ddof=1) / samples
 
@@ -317,6 +310,18 @@ def score_sequences(sedd, sequences, samples=8, window=False, tokens=16384, dtyp
     return Scores(residues=total(estimator.counts).astype(np.int64),
                   bound=total(estimator.baseline.numpy() - gains.mean(1)),
                   error=np.sqrt(total(spread)), unigram=total(estimator.unigram_nll))
+
+
+def parts_to_score(sedd, sequences, window):
+    """The parts in which sequences are scored, see score_sequences: (Proteins, (parts,) int64, the
+    number of the sequence, from 0, that each is of)."""
+    parts = []
+    owner = []
+    for i, sequence in enumerate(sequences):
+        pieces = windows(encode(sequence), sedd.max_length, window)
+        parts += pieces
+        owner += [i] * len(pieces)
+    return Proteins.from_sequences(parts), np.array(owner, np.int64)
 
 
 def windows(row, longest, allowed):
@@ -546,8 +551,10 @@ def letters_of(text):
 
 
 def score_file(sedd, args, how, write):
-    """Write a table of bounds. Afterwards print their total to standard error."""
+    """Write a table of bounds. Afterwards print to standard error their total, and the perplexity
+    of masked residues."""
     totals = np.zeros(4)   # residues, bound, variance, unigram
+    masked = np.zeros(2)   # -ln p of masked residues, their number
     write("name\tlength\tnats\tstandard_error\tnats_per_residue\tunigram_nats\n")
     named = named_sequences(args.score)
     with progress_bar(how["ddp"].is_main, unit=" sequences") as bar:
@@ -560,6 +567,10 @@ def score_file(sedd, args, how, write):
                       f"{unigram:.4f}\n")
             totals += (scores.residues.sum(), scores.bound.sum(), (scores.error**2).sum(),
                        scores.unigram.sum())
+            if sedd.graph.absorb:
+                proteins, _ = parts_to_score(sedd, texts, args.window)
+                nats, residues = masked_nll(sedd, proteins, args.samples, **how)
+                masked += (nats.sum(), residues.sum())
             bar.update(len(block))
     n, bound, variance, unigram = totals
     if not n:
@@ -576,6 +587,17 @@ def score_file(sedd, args, how, write):
     text = (f"{n:,.0f} residues: bound {mean:.4f} nats per residue{spread}, perplexity "
             f"{perplexity(mean)}{interval}; unigram {unigram / n:.4f}, {perplexity(unigram / n)}")
     print0(how["ddp"], in_columns(text, hanging="  "), file=sys.stderr)
+    print0(how["ddp"], in_columns(masked_line(sedd.graph, *masked), hanging="  "), file=sys.stderr)
+
+
+def masked_line(graph, nats, residues):
+    """What is said of masked residues: of their -ln p in nats, in all, and of their number."""
+    name = "masked residues, as EvoDiff counts them"
+    if not graph.absorb:
+        return f"{name}: none, as the uniform graph has no mask"
+    if not residues:
+        return f"{name}: none, as only X was masked"
+    return f"{name}: {nats / residues:.4f} nats, perplexity {perplexity(nats / residues)}"
 
 
 def score_positions(sedd, args, how, write):

@@ -7,18 +7,23 @@
     python score_mutations.py runs/sedd wild_type.fasta --scan --out scan.csv
     python score_mutations.py runs/sedd --mutations held_out.csv --measured ddg
     python score_mutations.py tuned.pt x.pdb --scan --unmeasured table.csv --top 96 --out next.csv
+    python score_mutations.py tuned.pt x.pdb --scan --top 24 --combine 3 --out combined.csv
+    python score_mutations.py v_48_020 x.pdb --scan --partners HL_A --interface 8 --out binding.csv
     mpirun -n 4 python score_mutations.py ...                                   # the same, sooner
 
 A score is ln p(mutant letters) - ln p(wild-type letters) at the mutated residues, given the rest,
 in nats: below 0 if the model prefers the wild type. docs/data.md defines it for both models, and
 has the columns of a table. The result is a CSV table of the same columns, `score` and `scored_by`.
+With --partners, or a column of this name, a score is that of binding: in the complex of both sides
+less each side alone (docs/binding.md). --copies puts a mutation into all equal chains.
 Weights that train_dpo_ddp.py made say how their scores are corrected, and this is done. Lines that
 do not fit their protein are named and left out; if most do not, nothing is scored. --measured
 COLUMN prints Spearman's rank correlation with that column, over all mutations (whole proteins drawn
 anew for its 95 % interval) and per protein with at least ten. --top N of a scan leaves the N
 highest scores, best first, without the mutations of the table --unmeasured: what to measure next
-(docs/rounds.md). Which model the weights are of is told from their file. The result is written
-whole or not at all; wrong input ends with one message and exit code 2.
+(docs/rounds.md); with --combine K, variants of up to K mutations. Which model the weights are of is
+told from their file. The result is written whole or not at all; wrong input ends with one message
+and exit code 2.
 """
 if __name__ == "__main__":   # runs this command again in a child, the rank; this process guards it
     import ddp_guard
@@ -35,18 +40,22 @@ import numpy as np
 import torch
 
 from ddp_setup import print0
+from mpnn.binding import score_binding
 from mpnn.model import ProteinMPNN
 from mpnn.record import TrainingRecord, find_base, read_record
 from mpnn.variants import Scoring
 from mpnn.variants import score_proteins as score_with_proteinmpnn
 from mpnn.weights import find_weights, is_proteinmpnn, model_of, read_weights
+from proteins.combinations import (FEWEST, LARGEST, best_singles, choose_combinations, combine,
+                                   describe_combinations, n_combined)
 from proteins.csv_files import MAX_LISTED, describe_duplicates
 from proteins.mutations import (measured_values, place_all, place_on_sequences, read_mutations,
                                 refuse_long, scan_sequence, scan_structure)
 from proteins.pictures import draw_measured, draw_scan
-from proteins.proposals import (choose_proposals, describe_proposals, in_order,
-                                keep_measured_chains, marks_of, measured_sites)
-from proteins.scores import (check_measured, correlate_proteins, names_in_result, report_text,
+from proteins.proposals import (choose_proposals, describe_proposals, keep_measured_chains,
+                                marks_of, measured_variants, proteins_of, values_of)
+from proteins.scores import (IN_COMPLEX, SCORE, SUM_OF_SINGLES, check_measured,
+                             correlate_proteins, names_in_result, partners_of, report_text,
                              table_text)
 from proteins.seeds import content_key
 from proteins.sequences import named_sequences
@@ -67,7 +76,7 @@ from training.tool import open_output, run_tool, show_on_rank_0
 
 # Options that the weights of one model alone use.
 PROTEINMPNN_OPTIONS = ("also", "correct_unfolded", "correction_weights", "no_correction",
-                       "fixed_chains", "orders", "batch_size")
+                       "fixed_chains", "orders", "batch_size", "partners", "interface", "copies")
 SEDD_OPTIONS = ("no_ema", "bfloat16", "tokens")
 
 
@@ -76,13 +85,14 @@ SEDD_OPTIONS = ("no_ema", "bfloat16", "tokens")
 class VariantScorer(NamedTuple):
     """A model that scores variants."""
     weights: str            # hash
-    scored_by: str          # which weights, for the table
-    notes: list             # lines for the user on these
+    describe: Callable      # function (is the score of binding?) -> (which weights, for the column
+    #                         scored_by; list of lines for the user on these)
     is_sedd: bool           # it sees the mutated chain's sequence alone, else structures
     ca_only: bool           # of a structure it sees CA atoms alone
     longest: float          # residues of a protein
-    score: Callable         # function (Proteins, done) -> list of (n,) float64; done: called with
-    #                         the number of variants that this rank has scored since, and of all
+    score: Callable         # function (Proteins, done) -> {column: list of (n,) float64}; done:
+    #                         called with the number of variants that this rank has scored since,
+    #                         and of all
 
 
 def load_scorer(args, ddp):
@@ -155,22 +165,34 @@ def load_for_structures(first, args, ddp):
     scoring = Scoring(args.orders, args.seed, args.batch_size)
 
     def score(proteins, done):
-        structures = [protein.complex for protein in proteins]
-        variants = [protein.changes for protein in proteins]
-
         def done_by_one_model(scored, total):
             done(scored, total * len(models))
 
-        model_scores = [score_with_proteinmpnn(model, structures, variants, scoring, correction,
-                                               done_by_one_model, ddp)
-                        for model, correction in models]
-        return [np.mean(scores, axis=0) for scores in zip(*model_scores)]
+        of_models = [score_by_one_model(model, correction, proteins, scoring, done_by_one_model,
+                                        ddp)
+                     for model, correction in models]
+        return {column: [np.mean(values, axis=0)
+                         for values in zip(*(results[column] for results in of_models))]
+                for column in of_models[0]}
 
     # With their number: further weights are not those of a correction.
     weights = f"{len(models)} {' '.join(hash_of(model.state_dict()) for model in loaded)}"
-    return VariantScorer(weights, "; ".join(text_of_pair(*pair) for pair in pairs),
-                         notes_on_pairs(pairs), is_sedd=False, ca_only=ca_only,
-                         longest=float("inf"), score=score)
+    return VariantScorer(weights, lambda of_binding: describe_pairs(pairs, of_binding),
+                         is_sedd=False, ca_only=ca_only, longest=float("inf"), score=score)
+
+
+def score_by_one_model(  # noqa: PLR0913  (as score_proteins)
+        model, correction, proteins, scoring, done, ddp):
+    """{column: of each protein (n,) float64} by a ProteinMPNN; correction: ProteinMPNN or None."""
+    wholes = [protein.complex for protein in proteins]
+    variants = [protein.changes for protein in proteins]
+    if not proteins[0].partners:
+        return {SCORE: score_with_proteinmpnn(model, wholes, variants, scoring, correction, done,
+                                              ddp)}
+    scores = score_binding(model, wholes, [protein.partners for protein in proteins], variants,
+                           scoring, correction, done, ddp)
+    return {SCORE: [of_complex.binding for of_complex in scores],
+            IN_COMPLEX: [of_complex.in_complex for of_complex in scores]}
 
 
 def choose_correction(weights, number, args):
@@ -193,18 +215,34 @@ def choose_correction(weights, number, args):
     return Correction(name, model, "corrected by the base weights, as in training")
 
 
-def text_of_pair(weights, correction):
-    """Weights and those of their correction, for the column scored_by."""
-    return f"{weights.name} - {correction.name}" if correction.name else weights.name
-
-
-def notes_on_pairs(pairs):
-    """A line on each pair of Weights and Correction, and a warning where these do not fit."""
+def describe_pairs(pairs, of_binding):
+    """(text for the column scored_by, lines for the user) on pairs of Weights and Correction, with
+    a warning where these do not fit."""
     notes = []
+    texts = []
     for weights, correction in pairs:
-        notes.append(f"scored by {text_of_pair(weights, correction)}: {correction.reason}")
+        texts.append(text_of_pair(weights, correction, of_binding))
+        notes.append(f"scored by {texts[-1]}: {correction.reason}")
         notes += describe_misfit(weights, correction)
-    return notes
+    if len({bool(correction.name) for _, correction in pairs}) > 1:
+        notes.append("ATTENTION: found scores with and without a correction for the unfolded "
+                     "state, which differ by what a letter is without a fold. Their mean may rank "
+                     "worse; expected weights of one kind, or one of --correct_unfolded, "
+                     "--correction_weights and --no_correction.")
+    if of_binding:
+        notes.append(f"{SCORE} is of binding: in the complex less the same of each partner alone, "
+                     f"so the unfolded state cancels; {IN_COMPLEX} is corrected as said above")
+    return "; ".join(texts), notes
+
+
+def text_of_pair(weights, correction, of_binding):
+    """Weights and those of their correction, for the column scored_by. In a score of binding the
+    correction cancels."""
+    if not correction.name:
+        return weights.name
+    if of_binding:
+        return f"{weights.name} (in the complex - {correction.name})"
+    return f"{weights.name} - {correction.name}"
 
 
 def describe_misfit(weights, correction):
@@ -237,13 +275,13 @@ def load_for_sequences(path, args, ddp):
     dtype = torch.bfloat16 if args.bfloat16 else torch.float32
 
     def score(proteins, done):
-        return score_with_sedd(
+        return {SCORE: score_with_sedd(
             sedd, [protein.sequence for protein in proteins],
-            [protein.changes for protein in proteins], done, args.tokens, dtype, ddp)
+            [protein.changes for protein in proteins], done, args.tokens, dtype, ddp)}
 
     # Letters alone matter: of a structure, a residue that has a CA atom is there.
-    return VariantScorer(hash_of(sedd.model.state_dict()), args.weights, [], is_sedd=True,
-                         ca_only=True, longest=sedd.max_length, score=score)
+    return VariantScorer(hash_of(sedd.model.state_dict()), lambda of_binding: (args.weights, []),
+                         is_sedd=True, ca_only=True, longest=sedd.max_length, score=score)
 
 
 def refuse_options(args, names, weights):
@@ -268,7 +306,9 @@ def read_scan(args, scorer, ddp):
         if is_structure(path):
             fixed = args.fixed_chains
             found, note = scan_structure(path, args.chains, fixed, args.mutable_positions,
-                                         see_all=not scorer.is_sedd, ca_only=scorer.ca_only)
+                                         see_all=not scorer.is_sedd, ca_only=scorer.ca_only,
+                                         partners=args.partners, interface=args.interface,
+                                         copies=args.copies)
             proteins += found
             if note:
                 print0(ddp, in_columns(f"{path}: {note}"), file=sys.stderr)
@@ -336,7 +376,8 @@ def place_table(table, args, scorer, ddp):
             chain = args.chains[0]
         proteins, note = place_all(table, protein, chain, args.fixed_chains,
                                    see_all=not scorer.is_sedd, ca_only=scorer.ca_only,
-                                   option=" (or --chains)")
+                                   option=" (or --chains)", copies=args.copies,
+                                   partners=args.partners)
     if note:
         print0(ddp, note, file=sys.stderr)
     return proteins
@@ -372,13 +413,34 @@ def read_fasta(path, scorer):
     return [(name, text.upper().removesuffix("*")) for name, text in named_sequences(path)]
 
 
+def check_kind(proteins, scorer):
+    """ValueError for scores of several kinds, or of one that the weights do not have."""
+    of_binding = [protein for protein in proteins if protein.partners]
+    if of_binding and scorer.is_sedd:
+        raise ValueError(f"found {of_binding[0].name} with partners, whose binding is scored, and "
+                         "weights of SEDD, which sees one chain; expected weights of ProteinMPNN, "
+                         "or a table without the column partners.")
+    if 0 < len(of_binding) < len(proteins):
+        other = next(protein for protein in proteins if not protein.partners)
+        raise ValueError(f"found variants of {of_binding[0].name} with partners and of "
+                         f"{other.name} without, whose scores do not compare; expected one kind "
+                         "in a call.")
+    for protein in proteins:
+        if scorer.is_sedd and len(protein.complex.design) > 1:
+            raise ValueError(f"found variants of {protein.name} in the chains "
+                             f"{' '.join(protein.complex.design)} together, and weights of SEDD, "
+                             "which sees one chain; expected variants of one chain each.")
+
+
 def describe(proteins, scorer):
     """Lines that say how the proteins were understood, the first ones if there are many."""
     lines = []
     for protein in proteins[:MAX_LISTED]:
         structure = protein.complex
         line = f"{protein.name}: chain {' '.join(structure.design)}, {structure.n_designed} rows"
-        if not scorer.is_sedd:
+        if protein.partners:
+            line += f"; binding of {partners_of(protein)}"
+        elif not scorer.is_sedd:
             line += f"; context chains {' '.join(structure.fixed) or '(none)'}"
         lines.append(line)
     modified = describe_reading(protein.structure for protein in proteins)
@@ -411,8 +473,13 @@ def make_parser():
         help="--scan: only the N highest scores, best first, to be measured next")
     add("--per_position", type=int, default=3, metavar="N",
         help="--top: at most so many at one residue (default 3)")
+    add("--combine", type=int, metavar="K",
+        help="--top: the N best variants of up to K mutations, 2 to 5, scored as wholes: all those "
+             f"of the best mutations of the scan, one a residue ({n_combined(2)} for K = 2, "
+             f"{n_combined(3)}, {n_combined(4)}, {n_combined(5)} for 3, 4, 5). A mutation is in at "
+             "most a quarter of the N")
     add("--unmeasured", type=Path, metavar="TABLE",
-        help="--top: leave out the mutations that this table has, and chains that it lacks")
+        help="--top: leave out the variants that this table has, and chains that it lacks")
     add("--measured", metavar="COLUMN",
         help="print the rank correlation of the scores with this column of the table")
     add("--lower_is_better", action="store_true",
@@ -422,6 +489,14 @@ def make_parser():
         help="PNG: of --scan a heat map, with --measured measured against predicted")
     add("--seed", type=int, default=0, help="of decoding orders and intervals (default 0)")
     add = parser.add_argument_group("ProteinMPNN").add_argument
+    add("--partners", default="", metavar="HL_A",
+        help="score binding: chains of the two sides of a complex, which are seen alone; those of "
+             "several characters as AA,BB_C. Of a table: for lines without a cell partners")
+    add("--interface", type=float, metavar="ANGSTROM",
+        help="--scan --partners: only residues with a backbone atom so near to the other side")
+    add("--copies", nargs="*", metavar="CHAIN",
+        help="put a mutation of one of these chains into all; without a name: into all chains of "
+             "the same sequence")
     add("--also", action="append", default=[], metavar="WEIGHTS",
         help="further weights, each by an option of its own; a score is the mean over all")
     add("--correct_unfolded", action="store_true",
@@ -459,6 +534,7 @@ def read_arguments(argv):
         raise ValueError(f"found --chains {' '.join(args.chains)} with --mutations; expected the "
                          "one chain that is mutated. Of several, name them in a column chain.")
     check_correction(args)
+    check_partners(args)
     check_proposals(args)
     for name in ("orders", "batch_size", "tokens"):
         if getattr(args, name) < 1:
@@ -487,20 +563,44 @@ def check_correction(args):
                          "--correction_weights; expected one for each, in their order.")
 
 
+def check_partners(args):
+    """ValueError for options of binding and of copies that do not fit together."""
+    if args.interface is not None:
+        if not args.scan or not args.partners:
+            raise ValueError("found --interface without --scan and --partners; expected it with "
+                             "both.")
+        if not args.interface > 0:
+            raise ValueError(f"found --interface {args.interface:g}; expected a distance above 0 "
+                             "Angstrom, such as 8.")
+    if args.partners and args.fixed_chains is not None:
+        raise ValueError("found --fixed_chains with --partners; expected one of them: of binding, "
+                         "both partners are seen, and no other chain.")
+
+
 def check_proposals(args):
-    """ValueError for --top, --per_position and --unmeasured that do not fit together."""
+    """ValueError for --top and options beside it that do not fit together."""
+    has_per_position = args.per_position != make_parser().get_default("per_position")
     if args.top is None:
         if args.unmeasured:
             raise ValueError("found --unmeasured without --top; expected how many mutations to "
                              "propose, such as --top 96.")
-        if args.per_position != make_parser().get_default("per_position"):
-            raise ValueError("found --per_position without --top; expected both.")
+        if has_per_position or args.combine is not None:
+            name = "per_position" if has_per_position else "combine"
+            raise ValueError(f"found --{name} without --top; expected both.")
         return
     if not args.scan:
         raise ValueError("found --top with --mutations; expected it with --scan.")
     for name in ("top", "per_position"):
         if getattr(args, name) < 1:
             raise ValueError(f"found --{name} {getattr(args, name)}; expected at least 1.")
+    if args.combine is None:
+        return
+    if has_per_position:
+        raise ValueError("found --per_position with --combine; expected one of them: of what is "
+                         "combined, one mutation of a residue is taken.")
+    if not FEWEST <= args.combine <= LARGEST:
+        raise ValueError(f"found --combine {args.combine}; expected {FEWEST} to {LARGEST} "
+                         "mutations.")
 
 
 def check_picture(args):
@@ -535,45 +635,72 @@ def run(args, ddp):
     scorer = load_scorer(args, ddp)
     proteins = read_scan(args, scorer, ddp) if args.scan else read_table(args, scorer, ddp)
     known_proteins = read_unmeasured(args, scorer, ddp)
+    measured = measured_variants(known_proteins)
     if known_proteins:
-        proteins = keep_measured_chains(proteins, known_proteins, args.unmeasured)
-    measured = measured_sites(known_proteins)
+        # Of a scan that is measured as a whole, combinations may be left.
+        left_out = () if args.combine else measured
+        proteins = keep_measured_chains(proteins, known_proteins, args.unmeasured, left_out)
+    check_kind(proteins, scorer)
     refuse_long("the given proteins", proteins, scorer.longest)
     check_alike(inputs_of(args, scorer, proteins, measured), ddp)
     n = sum(len(protein.variants) for protein in proteins)
     weights = ", ".join([args.weights, *args.also])
     print0(ddp, f"{describe(proteins, scorer)}\n{ddp.device}: {weights}, {n:,} variants of "
                 f"{len(proteins):,} protein(s)", file=sys.stderr)
-    for note in scorer.notes:
+    scored_by, notes = scorer.describe(bool(proteins[0].partners))
+    for note in notes:
         print0(ddp, in_columns(note, hanging="  "), file=sys.stderr)
     with open_output(args.out, ddp) as write:
-        with progress_bar(ddp.is_main, unit=" variants") as bar:
-            def advance(scored, total):
-                bar.total = total
-                bar.update(scored)
-
-            scores = scorer.score(proteins, advance)
+        results = score_all(scorer, proteins, ddp)
         folder = args.out.parent if args.out else Path()
-        chosen = []
+        marks = None
         if args.top:
-            chosen = choose_proposals(proteins, scores, measured, args.top, args.per_position)
-            write(table_text(*in_order(proteins, scores, chosen), scorer.scored_by, folder))
-            print0(ddp, describe_proposals(chosen, args.top, args.per_position), file=sys.stderr)
+            proposed, own_results, note = propose(args, scorer, proteins, results, measured, ddp)
+            write(table_text(proposed, own_results, scored_by, folder))
+            print0(ddp, in_columns(note, hanging="  "), file=sys.stderr)
+            marks = marks_of(proteins, measured, proposed)
         else:
-            write(table_text(proteins, scores, scorer.scored_by, folder))
+            write(table_text(proteins, results, scored_by, folder))
     if args.measured or args.picture:
-        marks = marks_of(proteins, measured, chosen) if args.top else None
-        show_on_rank_0(lambda: describe_result(args, proteins, scores, marks), ddp)
+        show_on_rank_0(lambda: describe_result(args, proteins, results[SCORE], marks), ddp)
+
+
+def score_all(scorer, proteins, ddp):
+    """{column: of each protein (n,)} of the variants. Shows how far it is."""
+    with progress_bar(ddp.is_main, unit=" variants") as bar:
+        def advance(scored, total):
+            bar.total = total
+            bar.update(scored)
+
+        return scorer.score(proteins, advance)
+
+
+def propose(args, scorer, proteins, results, measured, ddp):  # noqa: PLR0913  (what it depends on)
+    """(Proteins, {column: values}, text): what to measure next, from a scan and its results.
+    Raises ValueError."""
+    scores = results[SCORE]
+    if args.combine:
+        singles = best_singles(proteins, scores, args.combine)
+        proteins, sums = combine(proteins, scores, singles, args.combine, measured)
+        results = {**score_all(scorer, proteins, ddp), SUM_OF_SINGLES: sums}
+        chosen = choose_combinations(proteins, results[SCORE], args.top)
+        note = describe_combinations(chosen, args.top, args.combine, len(singles))
+    else:
+        chosen = choose_proposals(proteins, scores, measured, args.top, args.per_position)
+        note = describe_proposals(chosen, args.top, args.per_position)
+    of_chosen = {column: values_of(values, chosen) for column, values in results.items()}
+    return proteins_of(proteins, chosen), of_chosen, note
 
 
 def inputs_of(args, scorer, proteins, measured=()):
     """{what: plain value} of what must be the same on all ranks."""
     inputs = {f"--{name}": getattr(args, name) for name in ("orders", "batch_size", "tokens",
                                                             "seed", "bfloat16", "top",
-                                                            "per_position")}
-    contents = [(protein.complex.key, protein.changes) for protein in proteins]
+                                                            "per_position", "combine")}
+    contents = [(protein.complex.key, [partner.key for partner in protein.partners],
+                 protein.changes) for protein in proteins]
     return {**inputs, "weights (hash)": scorer.weights, "proteins (hash)": content_key(*contents),
-            "--unmeasured (hash)": content_key(sorted(measured))}
+            "--unmeasured (hash)": content_key(sorted(map(sorted, measured)))}
 
 
 def describe_result(args, proteins, scores, marks):

@@ -172,6 +172,9 @@ class Table:
     # Drawing some of many pairs adds little noise: 1,000 variants have only 1,000 scores.
     most_pairs: int = key(100_000, least=1, most=10_000_000,
                           help="of a protein; of more, so many are drawn anew in each epoch")
+    group: str | None = key(None, help="column of texts; proteins with an equal text are on one "
+                                       "side of a split, as are relatives")
+    copies: bool = key(False, help="a mutation is in all copies of its chain")
     most_several: int = key(
         256, least=2, help="variants of several mutations of a protein, each of which takes a pass "
                            "of its own; of more, so many are drawn anew in each epoch")
@@ -190,9 +193,10 @@ class Data:
                               help="of the families of proteins; 0: no validation")
     identity: float = key(0.3, least=0.1, most=1, help="of sequences, from which proteins are of "
                                                        "one family")
-    max_length: int | None = key(None, least=1, may_change=True,   # it can only refuse pairs
+    max_length: int | None = key(None, least=1, may_change=True,   # what is left is compared
                                  flag="--max_length",
-                                 help="residues; longer designs are refused, never cut")
+                                 help="residues; longer designs are refused, longer structures of "
+                                      "loss.unit table left out; none is cut")
     mutable_positions: str | None = key(
         None, flag="--mutable_positions",
         help='for pairs that give none: "A12 A15" (chain and number in the file) or "11 14" '
@@ -287,7 +291,8 @@ def loss_of_tables(model, batch, base, config, ddp, dtype):  # noqa: PLR0913  (a
     """DPO on measured variants of P proteins.
 
     Of a protein, with measured values y (N,) of N variants and s (N,) their scores, in nats: ln p
-    of the mutated residues' letters, less that of the wild type's, decoded last,
+    of the mutated residues' letters, less that of the wild type's, decoded last (of binding: less
+    the same in each partner alone),
 
         h_ij = [s_i - s_base_i] - [s_j - s_base_j]      of pairs with y_i > y_j
         loss = mean over the drawn pairs of -ln sigmoid(beta h_ij), or another of preference_loss,
@@ -305,7 +310,7 @@ def loss_of_tables(model, batch, base, config, ddp, dtype):  # noqa: PLR0913  (a
     loss = config.loss
     proteins = batch["proteins"]
     references = [variant_scores.score_by_base(base, protein, loss) for protein in proteins]
-    graphs = [base.graph([protein.complex_key]) for protein in proteins]
+    graphs = [[base.graph([one]) for one in variant_sets.keys_of(protein)] for protein in proteins]
     with autocast(dtype, ddp):
         outputs = model(proteins, graphs)
     losses = []
@@ -442,7 +447,9 @@ def prepare(  # noqa: PLR0913  (what a command line says of a start)
                               f"--base_model_name {former}/latest_model.pt")
     base, data, plan = load_data_and_plan(config, start, ddp)
     network = make_model_and_optimizer(config, start, base, data, ipex, ddp)
-    record = record_of(config, base, start.work_dir, config.loss.name not in WITHOUT_REFERENCE)
+    is_of_binding = all(len(item.structures) > 1 for item in data.train)
+    record = record_of(config, base, start.work_dir, config.loss.name not in WITHOUT_REFERENCE,
+                       is_of_binding)
     run = make_run(config, start, data, plan, network, record, ddp)
     lines = describe_data(run, data, network, ddp)
     lines += describe_former_reference(config, base)

@@ -6,8 +6,8 @@ from dpo.pair_files import files_of, named
 from dpo.reference import WITHOUT_REFERENCE
 
 # Keys that are of designed sequences, and say nothing of measured mutations.
-OF_SEQUENCES = ("loss.sft", "loss.share_order", "loss.temperature", "data.max_length",
-                "data.mutable_positions", "data.mutable_ranges")
+OF_SEQUENCES = ("loss.sft", "loss.share_order", "loss.temperature", "data.mutable_positions",
+                "data.mutable_ranges")
 
 
 def config_problems(config: Any, without_data: bool) -> list[str]:

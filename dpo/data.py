@@ -17,13 +17,14 @@ from dpo.demo import demo_pairs
 from dpo.pair_files import named, read_both
 from dpo.pairs import Pair, describe, read_pairs
 from dpo.variant_sets import VariantSet, has_pair, make_variant_set
-from proteins.csv_files import describe_duplicates
+from proteins.csv_files import MAX_LISTED, describe_duplicates
 from proteins.identity import MOST_ALIGNED, hold_out_families
 from proteins.letters import decode
-from proteins.mutations import (Protein, content_of, measured_values, place_all,
-                                read_mutations)
+from proteins.mutations import Protein, measured_values, place_all, read_mutations
+from proteins.places import content_of
 from proteins.seeds import content_hash, content_key
 from proteins.structures import describe_reading
+from training.plan import count
 
 MOST_MISSED = 2     # warn if the held-out fraction misses val_fraction by a larger factor
 
@@ -194,10 +195,11 @@ def load_tables(config: Any, ca_only: bool = False, alive: Callable = lambda: No
         return read_proteins(Path(path), config.table, ca_only)
 
     train_tables, val_tables = read_both(data, read)
-    train, notes = variant_sets_of(train_tables, named(data.train_data), config.table)
+    check_group(train_tables, named(data.train_data), config.table.group)
+    train, notes = variant_sets_of(train_tables, named(data.train_data), config)
     val = None
     if val_tables:
-        val, lines = variant_sets_of(val_tables, named(data.val_data), config.table)
+        val, lines = variant_sets_of(val_tables, named(data.val_data), config)
         notes += [*lines, *describe_shared_proteins(train, val)]
     elif data.val_fraction:
         train, val, how = hold_out_proteins(train, data, alive)
@@ -206,17 +208,33 @@ def load_tables(config: Any, ca_only: bool = False, alive: Callable = lambda: No
     return data_of(train, val, content, notes)
 
 
+def check_group(tables, names, column):
+    """ValueError if no row of the tables has the column of groups. tables, names: of
+    variant_sets_of."""
+    if column is None:
+        return
+    for proteins, _ in tables:
+        if any(column in variant.cells for protein in proteins for variant in protein.variants):
+            return
+    raise ValueError(f"{names}: found no column {column}, of table.group; expected one that says "
+                     "which proteins stay together. Without groups: table.group=null.")
+
+
 def read_proteins(path: Path, table: Any, ca_only: bool) -> tuple[list[Protein], str]:
-    """(Proteins of a table, text on the lines that are left out). table: the config's section."""
-    return place_all(read_mutations(path, table.measured), ca_only=ca_only)
+    """(Proteins of a table, text on how it was understood). table: the config's section."""
+    copies = [] if table.copies else None
+    return place_all(read_mutations(path, table.measured), ca_only=ca_only, copies=copies)
 
 
-def variant_sets_of(tables: list, names: str, table: Any) -> tuple[list[VariantSet], list[str]]:
+def variant_sets_of(tables: list, names: str, config: Any) -> tuple[list[VariantSet], list[str]]:
     """(VariantSets of the proteins of all tables together, lines on them).
 
-    tables: what read_proteins made of each. names: of the tables. table: the config's section.
+    tables: what read_proteins made of each. names: of the tables.
     Raises: ValueError for tables without a pair to learn from."""
+    table = config.table
     proteins, notes = merge_proteins([proteins for proteins, _ in tables])
+    proteins, lines = leave_out_long(proteins, names, config.data.max_length)
+    notes += lines
     sets = [make_variant_set(protein, table) for protein in proteins]
     kept = [one for one in sets if has_pair(one.values, table.margin)]
     if not kept:
@@ -226,6 +244,27 @@ def variant_sets_of(tables: list, names: str, table: Any) -> tuple[list[VariantS
     for _, misfits in tables:
         notes += misfits.splitlines()
     return kept, [describe_table(names, proteins, sets, len(kept), table), *notes]
+
+
+def leave_out_long(proteins: list[Protein], names: str,
+                   longest: int | None) -> tuple[list[Protein], list[str]]:
+    """(Proteins whose structures have no more rows than longest, lines on the others). None: all.
+
+    names: of their tables. Raises: ValueError if none is left."""
+    if longest is None:
+        return proteins, []
+    kept = [protein for protein in proteins if len(protein.complex) <= longest]
+    left_out = [protein for protein in proteins if len(protein.complex) > longest]
+    if not kept:
+        raise ValueError(f"{names}: all {len(proteins):,} structures have more rows than "
+                         f"data.max_length {longest:,}; expected some with fewer.")
+    if not left_out:
+        return kept, []
+    shown = ", ".join(f"{protein.name} ({len(protein.complex):,})"
+                      for protein in left_out[:MAX_LISTED])
+    more = f" and {len(left_out) - MAX_LISTED:,} more" if len(left_out) > MAX_LISTED else ""
+    return kept, [f"  left out, as they have more rows than data.max_length {longest:,}: "
+                  f"{count(len(left_out), 'structure')}: {shown}{more}"]
 
 
 def merge_proteins(tables: list[list[Protein]]) -> tuple[list[Protein], list[str]]:
@@ -238,7 +277,7 @@ def merge_proteins(tables: list[list[Protein]]) -> tuple[list[Protein], list[str
     for proteins in tables:
         former_keys = set(merged)
         for protein in proteins:
-            shared = content_of(protein.complex)
+            shared = content_of(protein.complex, protein.partners)
             if shared in merged:
                 former = merged[shared]
                 protein = former._replace(variants=former.variants + protein.variants,
@@ -262,21 +301,25 @@ def hold_out_proteins(sets: list[VariantSet], data: Any,
     Raises: ValueError if either would be empty."""
     sequences = [mutated_chain(variant_set) for variant_set in sets]
     try:
-        held = hold_out_families(sequences, data.val_fraction, data.identity, alive)
+        held = hold_out_families(sequences, data.val_fraction, data.identity, alive,
+                                 [variant_set.groups for variant_set in sets])
     except ValueError as error:
         raise ValueError(f"{named(data.train_data)}: validation: {error} Or give a table of other "
                          "proteins (--val_data), or data.val_fraction=0 to train without "
                          "validation.") from None
     train = [one for one, held_out in zip(sets, held.is_held_out) if not held_out]
     val = [one for one, held_out in zip(sets, held.is_held_out) if held_out]
+    groups = {name for variant_set in sets for name in variant_set.groups}
     return train, val, [f"  {len(train):,} proteins for training, {len(val):,} of other families "
-                        f"for validation ({describe_families(held, data)})"]
+                        f"for validation ({describe_families(held, data, len(groups))})"]
 
 
-def describe_families(held, data):
-    """Text on what is a family. held: HeldOut. data: the config's section."""
+def describe_families(held, data, n_groups=0):
+    """Text on what is a family. held: HeldOut. data: the config's section. n_groups: that the
+    proteins name."""
     if held.are_aligned:
-        return f"of {held.n_families:,}; identity of sequences below {data.identity:.0%}"
+        groups = f", and none of {count(n_groups, 'group')} on both sides" if n_groups else ""
+        return f"of {held.n_families:,}; identity of sequences below {data.identity:.0%}{groups}"
     return (f"of {held.n_families:,}; ATTENTION: more than {MOST_ALIGNED:,} are not aligned, so "
             "only equal sequences are kept together, and relatives may be on both sides. Cluster "
             "them by a tool such as MMseqs2, and give --val_data")
@@ -300,7 +343,7 @@ def describe_shared_proteins(train, val):
 
 def describe_table(path, proteins, sets, n_kept, table):
     """A line on a table and what is used of it. n_kept: number of the proteins that are."""
-    lengths = sorted({variant_set.length for variant_set in sets})
+    lengths = sorted({len(variant_set.complex) for variant_set in sets})
     residues = f"{lengths[0]:,} residues"
     if len(lengths) > 1:
         residues = f"{lengths[0]:,} to {lengths[-1]:,} residues each"

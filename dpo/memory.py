@@ -16,11 +16,14 @@ PROCESS = 0.40e9            # torch, the scripts, four copies of the weights
 PER_VARIANT = 2e3           # of a table: its text, its mutations, its value
 KEPT_PER_RESIDUE = 31.5e3   # of a complex: its graph, and its encoding by the base weights
 # A step, for each residue: of a protein of a table, in each decoding order, and more if it is
-# mutated; less where much is computed twice (mpnn/variants.py, choose_run); of pairs, of each
+# mutated; less where much is computed twice (mpnn/variants.py, choose_run), and there for variants
+# of several mutations, of which a few are computed at once; of pairs, of each
 # structure and of each sequence, of which a pair has two in each decoding order.
 TABLE_RESIDUE = 2.2e6
 TABLE_MUTATED = 3.4e6
-TABLE_TWICE = 2.0e6
+TABLE_TWICE = 0.8e6
+TABLE_TWICE_MUTATED = 1.2e6
+TABLE_SEVERAL = 1.6e6
 PAIRS_STRUCTURE = 1.4e6
 PAIRS_SEQUENCE = 0.25e6
 # Micro-batches of other sizes leave gaps in memory that the next ones do not fill.
@@ -38,7 +41,7 @@ def describe_memory(config: Any, data: Any) -> list[str]:
         return [f"memory of a rank, about: {', '.join(sizes)} residues, {words_of_batch(config)}; "
                 f"{where}; many structures take more"]
     items = [*data.train, *(data.val or [])]
-    lengths = {item.shared_key: item.length for item in items}     # of structures
+    lengths = {structure.key: len(structure) for item in items for structure in item.structures}
     largest = sorted(map(size_of, items), reverse=True)[:at_once]
     # Pairs of one structure come together, see dpo/plan.py.
     n_structures = min(1 + len(largest) * len(lengths) / len(items), len(largest), len(lengths))
@@ -55,16 +58,19 @@ def describe_memory(config: Any, data: Any) -> list[str]:
 
 class Size(NamedTuple):
     """What the memory for a pair, or for a protein of a table, depends on."""
-    residues: int
-    mutated: int = 0        # residues, of a table
+    residues: int           # of binding those of the partners, too
+    mutated: int = 0        # residues, of a table; of binding twice
     variants: int = 0
+    joint: int = 0          # residues of the complex, if it has variants of several mutations
 
 
 def size_of(item):
     """The Size of a Pair or a VariantSet."""
     variants = getattr(item, "variants", [])
     mutated = {row for variant in variants for row, _ in variant}
-    return Size(item.length, len(mutated), len(variants))
+    n_mutated = len(mutated) * (2 if len(item.structures) > 1 else 1)
+    has_several = any(len(variant) > 1 for variant in variants)
+    return Size(item.length, n_mutated, len(variants), len(item.complex) if has_several else 0)
 
 
 def step_bytes(config, sizes, n_structures):
@@ -75,9 +81,10 @@ def step_bytes(config, sizes, n_structures):
     if config.loss.unit == "pair":
         on_structures = sizes[0].residues * n_structures * PAIRS_STRUCTURE
         return on_structures + 2 * n_residues * PAIRS_SEQUENCE
-    if n_residues >= SAVES_MEMORY_FROM:
-        return n_residues * TABLE_TWICE
     n_mutated = sum(size.mutated for size in sizes) * n_orders
+    if n_residues >= SAVES_MEMORY_FROM:
+        joint = max(size.joint for size in sizes) * TABLE_SEVERAL
+        return n_residues * TABLE_TWICE + n_mutated * TABLE_TWICE_MUTATED + joint
     return n_residues * TABLE_RESIDUE + n_mutated * TABLE_MUTATED
 
 

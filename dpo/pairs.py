@@ -55,6 +55,11 @@ class Pair:
         self.key = content_key(structure.key, chosen, rejected, chain_M)
 
     @property
+    def structures(self) -> tuple[Complex, ...]:
+        """All that is scored."""
+        return (self.complex,)
+
+    @property
     def length(self) -> int:
         """Rows of the complex."""
         return len(self.complex)

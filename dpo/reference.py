@@ -39,7 +39,8 @@ class FrozenBase:
         self.hash = base.hash
         self.text = base.text
         self.items = {item.key: item for item in items}
-        self.complexes = {item.complex.key: item.complex for item in items}
+        self.complexes = {structure.key: structure
+                          for item in items for structure in item.structures}
         self.device = device
         self.kept = KeptOnDevice(MOST_KEPT)
 
@@ -62,13 +63,16 @@ class FrozenBase:
 
     def scores_alone(self, set_key: int) -> Tensor:
         """(N + 1,) float32 scores of the variants of a VariantSet, of their mutated residues alone,
-        on the device; the last, of the wild type, is 0."""
+        on the device; the last, of the wild type, is 0. Of binding all are 0: a residue alone is
+        the same in the complex and in its partner."""
         scores, = self.kept.get(("variants alone", set_key),
                                 lambda: (self.make_scores_alone(set_key),))
         return scores
 
     def make_scores_alone(self, set_key):
         variant_set = self.items[set_key]
+        if variant_set.partners:
+            return torch.zeros(len(variant_set.values), device=self.device)
         scores = score_alone(self.model, variant_set.complex, variant_set.variants)
         return torch.from_numpy(np.append(scores, 0.0)).float().to(self.device)
 

@@ -2,7 +2,8 @@
 
 A score is ln p(mutant letters) - ln p(wild-type letters) of the mutated residues, decoded last, as
 of score_mutations.py. Those of all single mutations of a protein are from one pass, in an order
-that is drawn anew in each epoch.
+that is drawn anew in each epoch. Of binding, the score of each partner alone is subtracted, as by
+mpnn/binding.py.
 """
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,9 +14,11 @@ from torch import Tensor, nn
 
 from ddp_setup import Ddp
 from dpo.reference import WITHOUT_REFERENCE, FrozenBase
-from dpo.variant_sets import DrawnVariants, VariantSet, kept_values, mean_spearman
+from dpo.variant_sets import (DrawnPartner, DrawnVariants, VariantSet, kept_values, keys_of,
+                              mean_spearman)
+from mpnn.binding import score_binding
 from mpnn.model import Encoding, Graph, ProteinMPNN, run_once
-from mpnn.variants import Decoding, Scoring, choose_run, score_proteins, scores_in_order
+from mpnn.variants import Decoding, Scoring, choose_run, scores_in_order
 from proteins.letters import X_ID
 
 
@@ -37,32 +40,53 @@ class VariantPass(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, proteins: list[DrawnVariants], graphs: list[Graph]) -> list[VariantScores]:
-        run = choose_run(sum(protein.orders.numel() for protein in proteins))
-        return [score_variants(self.model, self.model.encode(graph, run), protein, run)
-                for protein, graph in zip(proteins, graphs)]
+    def forward(self, proteins: list[DrawnVariants],
+                graphs: list[list[Graph]]) -> list[VariantScores]:
+        """graphs: of each protein those of keys_of."""
+        run = choose_run(sum(map(count_decoded, proteins)))
+        scores = []
+        for protein, own_graphs in zip(proteins, graphs):
+            encodings = [self.model.encode(graph, run) for graph in own_graphs]
+            scores.append(score_variants(self.model, encodings, protein, run))
+        return scores
 
 
-def score_variants(model: ProteinMPNN, encoding: Encoding, protein: DrawnVariants,
+def count_decoded(protein: DrawnVariants) -> int:
+    """Residues that a step decodes, once for each order."""
+    return sum(part.orders.numel() for part in (protein, *protein.partners))
+
+
+def score_variants(model: ProteinMPNN, encodings: list[Encoding], protein: DrawnVariants,
                    run: Callable = run_once) -> VariantScores:
-    """The VariantScores of one protein, whose encoding is given.
+    """The VariantScores of one protein: in its structure, less those in the partners alone.
 
-    run: run_once, or run_twice to save memory."""
-    scores = []
-    entropies = []
-    for number, order in enumerate(protein.orders):
-        how = Decoding(in_reverse=number % 2 == 1, run=run)
-        order_scores, entropy = scores_in_order(model, encoding, protein.S, order[None],
-                                                protein.index, how)
-        scores.append(order_scores)
-        entropies.append(entropy)
-    mean = torch.stack(scores).mean(0).float()
-    if len(mean) < len(protein.numbers):        # the wild type is drawn
-        mean = torch.cat([mean, mean.new_zeros(1)])
+    encodings: of the structures of keys_of. run: run_once, or run_twice to save memory."""
+    encoding, *of_partners = encodings
+    scores, entropy = mean_scores(model, encoding, protein, run)
+    for partner, own_encoding in zip(protein.partners, of_partners):
+        alone, _ = mean_scores(model, own_encoding, partner, run)
+        scores = scores.index_add(0, partner.places, alone, alpha=-1)
+    scores = scores.float()
+    if len(scores) < len(protein.numbers):      # the wild type is drawn
+        scores = torch.cat([scores, scores.new_zeros(1)])
     native = None
     if protein.native_order is not None:
         native, = run(model.decode, encoding, protein.S, protein.native_order)
-    return VariantScores(mean, torch.stack(entropies).mean().float(), native)
+    return VariantScores(scores, entropy.float(), native)
+
+
+def mean_scores(model: ProteinMPNN, encoding: Encoding, part: DrawnVariants | DrawnPartner,
+                run: Callable) -> tuple[Tensor, Tensor]:
+    """(Scores (n,) float64, entropy ()) in one structure: means over its orders."""
+    scores = []
+    entropies = []
+    for number, order in enumerate(part.orders):
+        how = Decoding(in_reverse=number % 2 == 1, run=run)
+        order_scores, entropy = scores_in_order(model, encoding, part.S, order[None], part.index,
+                                                how)
+        scores.append(order_scores)
+        entropies.append(entropy)
+    return torch.stack(scores).mean(0), torch.stack(entropies).mean()
 
 
 @torch.no_grad()
@@ -80,8 +104,8 @@ def score_by_base(base: FrozenBase, protein: DrawnVariants, loss: Any) -> Varian
         return VariantScores(zeros, None, native)
     if loss.reference == "unfolded":
         return VariantScores(base.scores_alone(protein.key)[protein.numbers], None, native)
-    encoding = base.encoding([protein.complex_key])
-    scores = score_variants(base.model, encoding, protein._replace(native_order=None))
+    encodings = [base.encoding([one]) for one in keys_of(protein)]
+    scores = score_variants(base.model, encodings, protein._replace(native_order=None))
     return scores._replace(native=native)
 
 
@@ -98,8 +122,9 @@ def correlate_variants(model: ProteinMPNN, base: FrozenBase, sets: list[VariantS
     """The mean over proteins of Spearman's rank correlation of the scores of their variants with
     the measured values; None if all have too few. A collective.
 
-    Scores are by one order, less those of the reference that the loss compares with. Of variants of
-    several mutations at most table.most_several of a protein are scored.
+    Scores are by one order, less those of the reference that the loss compares with, and of binding
+    less those of the partners. Of variants of several mutations at most table.most_several of a
+    protein are scored.
     model: in eval mode, without DDP."""
     correction = base.model if config.loss.reference == "unfolded" else None
     seed = config.training.seed
@@ -110,6 +135,7 @@ def correlate_variants(model: ProteinMPNN, base: FrozenBase, sets: list[VariantS
         numbers = np.flatnonzero(np.isfinite(known))
         variants.append([variant_set.variants[number] for number in numbers])
         values.append(known[numbers])
-    scores = score_proteins(model, [variant_set.complex for variant_set in sets], variants,
-                            Scoring(1, seed), correction, ddp=ddp)
-    return mean_spearman(scores, values)
+    scores = score_binding(model, [variant_set.complex for variant_set in sets],
+                           [variant_set.partners for variant_set in sets], variants,
+                           Scoring(1, seed), correction, ddp=ddp)
+    return mean_spearman([one.binding for one in scores], values)

@@ -5,12 +5,14 @@
 
 A micro-batch is some proteins. Of each, pairs of variants are drawn anew in each epoch, and the
 variants that are in one are scored. Values are compared within a protein alone, so proteins may be
-measured in other units. No model here.
+measured in other units. Of a table of binding, a protein is a complex with its partners alone
+(mpnn/binding.py). No model here.
 """
 from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ddp_setup import seed_for
+from mpnn.binding import split_by_partner
 from mpnn.variants import VariantIndex, index_variants
 from proteins.correlation import LEAST, spearman
 from proteins.mutations import Protein, measured_values
@@ -35,18 +38,34 @@ class VariantSet:
     values:   (N + 1,) float64, higher is better; the last is that of the wild type, or nan: it is
               in no pair.
     weight:   of the protein in means over proteins.
-    key:      hash of all of the above, for seeds. shared_key: of the complex. length: its rows.
+    partners: of a table of binding the two partners alone, whose scores are subtracted; else ().
+    groups:   texts; proteins that have one in common are on one side of a split.
+    key:      hash of what is scored, and of the values, for seeds. shared_key: of the complex.
     """
 
-    def __init__(self, name: str, structure: Complex, variants: list, values: np.ndarray):
+    def __init__(self, name: str, structure: Complex, variants: list,  # noqa: PLR0913  (all of it)
+                 values: np.ndarray, partners: Sequence[Complex] = (),
+                 groups: Sequence[str] = ()):
         self.name = name
         self.complex = structure
         self.shared_key = structure.key
-        self.length = len(structure)
         self.variants = variants
         self.values = values
+        self.partners = tuple(partners)
+        self.groups = tuple(groups)
         self.weight = math.sqrt(min(len(variants) / ALL_COUNT, 1))
-        self.key = content_key(structure.key, repr(variants), values)
+        self.key = content_key(structure.key, repr(variants), values,
+                               *(partner.key for partner in partners))
+
+    @property
+    def structures(self) -> tuple[Complex, ...]:
+        """All that is scored."""
+        return (self.complex, *self.partners)
+
+    @property
+    def length(self) -> int:
+        """Rows of all that is scored."""
+        return sum(map(len, self.structures))
 
 
 def make_variant_set(protein: Protein, table: Any) -> VariantSet:
@@ -62,10 +81,32 @@ def make_variant_set(protein: Protein, table: Any) -> VariantSet:
         wild_type = table.wild_type
     sign = -1.0 if table.better == "lower" else 1.0
     return VariantSet(protein.name, protein.complex, [list(each) for each in variants],
-                      sign * np.array([*values, wild_type]))
+                      sign * np.array([*values, wild_type]), protein.partners,
+                      groups_of(protein, table.group))
+
+
+def groups_of(protein: Protein, column: str | None) -> list[str]:
+    """The different texts of a column in the rows of a protein. None, or where its table has no
+    such column: []."""
+    texts = {variant.cells.get(column, "") for variant in protein.variants}
+    return sorted(texts - {""})
 
 
 # ---------------------------------------------------------------- what a step takes of it
+class DrawnPartner(NamedTuple):
+    """A partner alone, and which of the N variants of a complex change it.
+
+    complex_key:  of the partner.
+    places:       (n,) int64, of these variants among the N.
+    index, S, orders: as of DrawnVariants, of the partner.
+    """
+    complex_key: int
+    places: Tensor
+    index: VariantIndex
+    S: Tensor
+    orders: Tensor
+
+
 class DrawnVariants(NamedTuple):
     """What a step takes of a protein: N of its variants, and Q pairs of these.
 
@@ -79,6 +120,7 @@ class DrawnVariants(NamedTuple):
     S:             (1, L) int64, native letters. is_resolved: (L,) bool.
     orders:        (O, L) int64, in which they are decoded.
     native_order:  (1, L) int64, for loss.native_kl, or None.
+    partners:      of binding, those that are changed by one of the variants.
     """
     key: int
     complex_key: int
@@ -92,6 +134,12 @@ class DrawnVariants(NamedTuple):
     is_resolved: Tensor
     orders: Tensor
     native_order: Tensor | None
+    partners: list[DrawnPartner]
+
+
+def keys_of(protein: DrawnVariants) -> list[int]:
+    """Keys of the structures that a step scores: of the complex, and of the partners."""
+    return [protein.complex_key, *(partner.complex_key for partner in protein.partners)]
 
 
 def make_batch(sets: list[VariantSet], indices: list[int], config: Any,
@@ -128,16 +176,39 @@ def draw_variants(variant_set: VariantSet, config: Any, epoch: int | None) -> Dr
                 if number < len(variant_set.variants)]
     native_order = None
     if config.loss.native_kl:
-        native_order = shuffled(variant_set, seed_for(seed, "native", variant_set.key, epoch))[None]
+        native_order = shuffled(structure, seed_for(seed, "native", variant_set.key, epoch))[None]
     return DrawnVariants(
         key=variant_set.key, complex_key=structure.key, numbers=torch.from_numpy(numbers),
         values=torch.from_numpy(variant_set.values[numbers]),
         better=torch.from_numpy(places[:, 0].copy()), worse=torch.from_numpy(places[:, 1].copy()),
         n_mutated=torch.from_numpy(count_mutated(variants, places, len(structure))).float(),
         index=index_variants(variants, structure.S),
-        S=torch.from_numpy(structure.S.astype(np.int64))[None],
-        is_resolved=torch.from_numpy(structure.mask),
-        orders=decoding_orders(variant_set, config.loss, seed, epoch), native_order=native_order)
+        S=letters_of(structure), is_resolved=torch.from_numpy(structure.mask),
+        orders=decoding_orders(variant_set, structure, config.loss, seed, epoch),
+        native_order=native_order, partners=draw_partners(variant_set, variants, config, epoch))
+
+
+def draw_partners(variant_set: VariantSet, variants: list, config: Any,
+                  epoch: int | None) -> list[DrawnPartner]:
+    """The partners that some of the variants change.
+
+    variants: drawn ones of the set, without the wild type."""
+    drawn = []
+    for part in split_by_partner(variant_set.complex, variant_set.partners, variants):
+        if not part.numbers:
+            continue
+        structure = part.structure
+        drawn.append(DrawnPartner(
+            complex_key=structure.key, places=torch.tensor(part.numbers),
+            index=index_variants(part.changes, structure.S), S=letters_of(structure),
+            orders=decoding_orders(variant_set, structure, config.loss, config.training.seed,
+                                   epoch)))
+    return drawn
+
+
+def letters_of(structure):
+    """(1, L) int64 native letters."""
+    return torch.from_numpy(structure.S.astype(np.int64))[None]
 
 
 def kept_values(variant_set: VariantSet, most_several: int, seed: int,
@@ -213,21 +284,26 @@ def count_mutated(variants, places, length):
     return (is_mutated[better] | is_mutated[worse]).sum(1)
 
 
-def decoding_orders(variant_set, loss, seed, epoch):
-    """(n_orders, L) decoding orders of all residues; of arange (1, L)."""
+def decoding_orders(  # noqa: PLR0913  (what the seed is made of)
+        variant_set, structure, loss, seed, epoch):
+    """(n_orders, L) decoding orders of all residues of the complex of a set, or of a partner; of
+    arange (1, L)."""
     if loss.order == "arange":
-        return torch.arange(variant_set.length)[None]
+        return torch.arange(len(structure))[None]
     if loss.order == "fixed":
         epoch = None
-    orders = [shuffled(variant_set, seed_for(seed, "order", variant_set.key, epoch, number))
+    own = [variant_set.key, epoch]
+    if structure is not variant_set.complex:
+        own.append(structure.key)
+    orders = [shuffled(structure, seed_for(seed, "order", *own, number))
               for number in range(loss.n_orders)]
     return torch.stack(orders)
 
 
-def shuffled(variant_set, seed):
-    """(L,) int64: the rows of a protein in a random order."""
+def shuffled(structure, seed):
+    """(L,) int64: the rows of a structure in a random order."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randperm(variant_set.length, generator=generator)
+    return torch.randperm(len(structure), generator=generator)
 
 
 # ---------------------------------------------------------------- scores and values

@@ -4,6 +4,9 @@
 #   bash jobs/three_weights.sh --train_data megascale.csv data.val_fraction=0.2
 #   CONFIG=configs/dpo_own_table.yaml FOLDER=runs/round1 bash jobs/three_weights.sh \
 #       --train_data table.csv --measured activity --better higher
+#   CONFIG=configs/dpo_binding.yaml FROM=runs/three_weights FOLDER=runs/three_binding \
+#       bash jobs/three_weights.sh --train_data skempi.csv
+# FROM: folder of an earlier call, whose three weights are trained further.
 # All words go to train_dpo_ddp.py, whose --config, --base_model_name and --work_dir are given here.
 # Runs: FOLDER/v_48_010 and so on. The same command goes on after an interruption.
 set -euo pipefail
@@ -16,6 +19,7 @@ PYTHON=${PYTHON:-python}
 SCRIPT=${SCRIPT:-train_dpo_ddp.py}
 CONFIG=${CONFIG:-configs/dpo_stability.yaml}
 FOLDER=${FOLDER:-runs/three_weights}
+FROM=${FROM:-}
 here=$(cd -P "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 [ -e "$CONFIG" ] || CONFIG=$here/$CONFIG
 
@@ -24,7 +28,9 @@ if [[ " $* " =~ " "--(config|base_model_name|work_dir|output_dir)[=\ ] ]]; then
   exit 2
 fi
 for base in v_48_020 v_48_010 v_48_030; do
-  "$PYTHON" "$here/$SCRIPT" --config "$CONFIG" --base_model_name "$base" \
+  start=$base
+  [ -z "$FROM" ] || start=$FROM/$base/latest_model.pt
+  "$PYTHON" "$here/$SCRIPT" --config "$CONFIG" --base_model_name "$start" \
     --work_dir "$FOLDER/$base" "$@"
 done
 echo "Score by all three, each corrected by its own base weights:"

@@ -42,9 +42,15 @@ def load_base(config: Any) -> Base:
     return Base(model, text, hash_of(model.state_dict()), path, record)
 
 
-def record_of(config: Any, base: Base, folder: str | Path, uses_reference: bool) -> TrainingRecord:
+def record_of(config: Any, base: Base, folder: str | Path, uses_reference: bool,
+              is_of_binding: bool = False) -> TrainingRecord:
     """The record of a run. folder: where its weights are written. uses_reference: whether its loss
-    does."""
+    does. is_of_binding: whether all that it trains on is.
+
+    Residues alone cancel in scores of binding, and training on these moves no others on purpose: so
+    scores in a structure have to be corrected as those of the weights that it starts from."""
+    if is_of_binding and base.record is not None:
+        return moved_record(base, folder)
     base_file = ""
     name = config.model.base_model_name
     if base.path is not None:
@@ -52,6 +58,15 @@ def record_of(config: Any, base: Base, folder: str | Path, uses_reference: bool)
         name = published_name(config.model) or str(base.path)
     reference = config.loss.reference if uses_reference else "none"
     return TrainingRecord(name, base_file, base.hash, reference, config.loss.unit)
+
+
+def moved_record(base, folder):
+    """The record of base weights, for weights that are written into another folder."""
+    base_file = base.record.base_file
+    if base_file:
+        file = os.path.join(os.path.dirname(os.path.realpath(base.path)), base_file)
+        base_file = os.path.relpath(os.path.realpath(file), os.path.realpath(folder))
+    return base.record._replace(base_file=base_file)
 
 
 def published_name(section):
@@ -88,5 +103,5 @@ def path_of_base(section):
     else:
         missing += f", and published weights have other names ({EXAMPLES}). Give one of these"
     raise ValueError(f"{missing}, or name the folder of your weights: --base_model_dir FOLDER "
-                     "--base_model_name v_48_020. --base_model_name random trains from random "
-                     f"weights, for demonstrations and tests only. {WHERE_PUBLISHED}")
+                     "--base_model_name v_48_020. --base_model_name random starts from random "
+                     f"weights. {WHERE_PUBLISHED}")

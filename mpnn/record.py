@@ -6,7 +6,8 @@
 Training with loss.reference unfolded compares scores that are corrected: less those of the residues
 alone under the base weights. Scores by such weights have to be corrected by the same base. The
 record is of the last training alone: its base is the file that this started from, which may be
-fine-tuned weights themselves. mpnn/base.py makes it. Writes nothing.
+fine-tuned weights themselves. Training on binding alone keeps the record of that file, if it has
+one. mpnn/base.py makes it. Writes nothing.
 """
 import os
 from collections.abc import Callable

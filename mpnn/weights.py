@@ -113,7 +113,7 @@ def advice_on(path, content):
         return "It is a SEDD model: sample_sedd.py and train_sedd_ddp.py take it."
     if "W_e.weight" in names:
         folder = os.path.dirname(os.path.dirname(os.path.abspath(path)))
-        return ("It is a checkpoint that train_dpo_ddp.py resumes from; its weights are "
+        return ("It is a checkpoint that its training script resumes from; its weights are "
                 f"{os.path.join(folder, 'latest_model.pt')}, and the best best_model.pt there.")
     return WHERE_PUBLISHED
 

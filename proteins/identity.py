@@ -8,17 +8,27 @@ count, but all residues of the shorter one do. So a domain is a relative of a lo
 contains it. By all columns the identity is never larger. Writes nothing.
 """
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import gemmi
 import numpy as np
 
+from proteins.letters import LETTERS, encode
+
 # Memory and time of an alignment are those of the product of the lengths: 2,000 by 2,000 residues
 # take 0.04 s. Longer chains are compared part by part.
 LONGEST_PART = 2000
-# All pairs are aligned, on each rank: 1,000 sequences of 250 residues take 4 minutes.
-MOST_ALIGNED = 1000
+# All pairs are aligned: 1,000 sequences of 250 residues take 4 minutes.
+ALL_PAIRS = 1000
+# Of more sequences those pairs that SharedWords finds: 2 %, with all but 1 in 800 of the relatives
+# of 60 residues and more, of 443 chains of the docking benchmark at 30 %. Below 30 residues it
+# finds little but nearly equal ones. 10,000 sequences take two to ten minutes.
+MOST_ALIGNED = 20_000
+WORD = 3                    # letters
+BAND = 16                   # diagonals of a table of two sequences, on which words are counted
+LEAST_WORDS = 2             # of a band, and one more for each
+RESIDUES_PER_WORD = 75      # residues, the geometric mean of both lengths
 BLOSUM62 = gemmi.AlignmentScoring("b")
 
 
@@ -37,27 +47,32 @@ def identity(one: str, other: str) -> float:
 
 
 def hold_out_families(sequences: list[str], fraction: float, share: float,
-                      alive: Callable = lambda: None) -> HeldOut:
+                      alive: Callable = lambda: None,
+                      groups: Sequence[Iterable[str]] = ()) -> HeldOut:
     """Hold out whole families, by a hash of their sequences.
 
-    A family are all proteins that are connected by relatives: identity `share` or more; equal
-    sequences are one protein. Of more than MOST_ALIGNED different sequences only equal ones are
-    relatives. The side of a protein depends on its family alone: not on other proteins, the order,
-    names, or a seed; but one family at least is on each side.
+    A family are all proteins that are connected by relatives: identity `share` or more, or a group
+    in common; equal sequences are one protein. Of more than ALL_PAIRS different sequences those are
+    aligned that share words, and of more than MOST_ALIGNED only equal ones are relatives. The side
+    of a protein depends on its family alone: not on other proteins, the order, names, or a seed;
+    but one family at least is on each side.
 
     Args:
         sequences: n texts of the 20 letters and X, one for each protein.
         fraction:  0 to 1, of families that are held out, on average.
         share:     0 to 1.
         alive:     called for each sequence, to show a watchdog that work continues.
+        groups:    names of the groups of each protein; (): there are none.
     Raises: ValueError if there is one family alone.
     """
     known = [known_letters(sequence) for sequence in sequences]
     distinct = sorted(set(known))
-    are_aligned = len(distinct) <= MOST_ALIGNED
-    families = [[number] for number in range(len(distinct))]
-    if are_aligned:
-        families = connected(all_identities(distinct, alive) >= share)
+    related = relatives(distinct, share, alive)
+    first_of = {}       # name of a group -> number of its first sequence
+    for letters, names in zip(known, groups):
+        number = distinct.index(letters)
+        related += [(number, first_of.setdefault(name, number)) for name in names]
+    families = connected(len(distinct), related)
     if len(families) < 2:
         raise ValueError(f"all {len(sequences):,} proteins are of one family, of {share:.0%} "
                          "identity, so none can be held out; expected two families or more. Give "
@@ -69,7 +84,33 @@ def hold_out_families(sequences: list[str], fraction: float, share: float,
         if draw < limit:
             held_letters.update(distinct[member] for member in family)
     is_held_out = np.array([letters in held_letters for letters in known], bool)
-    return HeldOut(is_held_out, len(families), are_aligned)
+    return HeldOut(is_held_out, len(families), len(distinct) <= MOST_ALIGNED)
+
+
+def relatives(sequences: list[str], share: float, alive: Callable = lambda: None,
+              progress: Callable = lambda items, text: items) -> list[tuple[int, int]]:
+    """Pairs of different sequences with an identity of `share` or more, by their numbers, the
+    larger one first. Of more than MOST_ALIGNED sequences: none.
+
+    Args:
+        sequences: without X, each once.
+        alive:     called for each sequence, to show a watchdog that work continues.
+        progress:  function (numbers, text) -> iterator over these that shows how much is done.
+    """
+    if len(sequences) > MOST_ALIGNED:
+        return []
+    words = None
+    if len(sequences) > ALL_PAIRS:
+        words = SharedWords(sequences)
+    parts = [parts_of(sequence) for sequence in sequences]
+    pairs = []
+    for number in progress(range(len(sequences)), "comparing sequences"):
+        alive()
+        others = range(number) if words is None else words.alike_before(number)
+        for other in others:
+            if identity_of_parts(parts[number], parts[other]) >= share:
+                pairs.append((number, other))
+    return pairs
 
 
 # ---- alignments ----
@@ -105,34 +146,80 @@ def aligned_identity(one, other):
     return signs.count("|") / columns
 
 
-def all_identities(sequences, alive):
-    """(n, n) float64."""
-    parts = [parts_of(sequence) for sequence in sequences]
-    identities = np.eye(len(sequences))
-    for number in range(len(sequences)):
-        alive()
-        for earlier in range(number):
-            shared = identity_of_parts(parts[number], parts[earlier])
-            identities[number, earlier] = shared
-            identities[earlier, number] = shared
-    return identities
+class SharedWords:
+    """Finds sequences that share words, by a table of all of them.
+
+    Two sequences span a table, in which a shared word is a point. Points of an alignment lie near
+    one diagonal, chance ones anywhere:
+
+            M K T A Y I A
+        K     .                  both words, KTA and TAY, are in one band of diagonals
+        T       .
+        A
+    """
+
+    def __init__(self, sequences):
+        self.lengths = np.array([len(sequence) for sequence in sequences])
+        self.words = [words_of(sequence) for sequence in sequences]
+        counts = [len(words) for words in self.words]
+        places = np.concatenate([np.arange(count) for count in counts])
+        every = np.concatenate(self.words)
+        order = np.argsort(every, kind="stable")
+        self.sorted_words = every[order]
+        self.owners = np.repeat(np.arange(len(sequences)), counts)[order]
+        self.places = places[order]
+
+    def alike_before(self, number):
+        """Numbers of earlier sequences that share enough words with this one, ascending."""
+        words = self.words[number]
+        first = np.searchsorted(self.sorted_words, words, "left")
+        counts = np.searchsorted(self.sorted_words, words, "right") - first
+        ends = np.cumsum(counts)
+        at = np.arange(counts.sum()) + np.repeat(first - ends + counts, counts)
+        is_earlier = self.owners[at] < number
+        at = at[is_earlier]
+        own_places = np.repeat(np.arange(len(words)), counts)[is_earlier]
+        diagonals = self.places[at] - own_places + len(words)       # from 1
+        n_bands = int(diagonals.max(initial=0)) // BAND + 2
+        most = np.zeros(number, np.int64)       # words of the fullest band
+        for shift in (0, BAND // 2):            # so that a band's border parts nothing
+            bands = self.owners[at] * n_bands + (diagonals + shift) // BAND
+            found, n_words = np.unique(bands, return_counts=True)
+            np.maximum.at(most, found // n_bands, n_words)
+        mean_length = np.sqrt(self.lengths[:number] * self.lengths[number])
+        return np.flatnonzero(most >= LEAST_WORDS + mean_length / RESIDUES_PER_WORD).tolist()
+
+
+def words_of(sequence):
+    """(n,) int64, a number for each WORD letters in a row."""
+    letters = encode(sequence).astype(np.int64)
+    n_words = max(0, len(letters) - WORD + 1)
+    words = np.zeros(n_words, np.int64)
+    for start in range(WORD):
+        words = words * len(LETTERS) + letters[start:start + n_words]
+    return words
 
 
 # ---- families ----
 
-def connected(is_related):
-    """Lists of the numbers of those that are connected, each in ascending order.
-
-    is_related: (n, n) bool, symmetric."""
-    left = set(range(len(is_related)))
+def connected(n, pairs):
+    """Lists of the numbers, of 0 to n - 1, that are connected by pairs, each in ascending order."""
+    partners = [[] for _ in range(n)]
+    for one, other in pairs:
+        partners[one].append(other)
+        partners[other].append(one)
+    is_placed = [False] * n
     families = []
-    while left:
-        family = set()
-        new = {min(left)}
-        while new:
-            family |= new
-            left -= new
-            new = left.intersection(np.flatnonzero(is_related[sorted(new)].any(0)).tolist())
+    for start in range(n):
+        if is_placed[start]:
+            continue
+        is_placed[start] = True
+        family = [start]
+        for member in family:       # grows
+            for other in partners[member]:
+                if not is_placed[other]:
+                    is_placed[other] = True
+                    family.append(other)
         families.append(sorted(family))
     return families
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from proteins.csv_files import first_line, is_no_value, read_rows, read_table_text, table_columns
 from proteins.notation import is_letter, read_variant
 
-OPTIONAL_COLUMNS = ("pdb_file", "chain", "context", "sequence")
+OPTIONAL_COLUMNS = ("pdb_file", "chain", "context", "sequence", "partners")
 # Other names, as plain_name makes them.
 MUTATION_COLUMNS = ("mutations", "mutant", "mutants", "variant", "variants", "muts", "muttype",
                     "aachange", "aamutation", "aasubstitution", "aasubstitutions",
@@ -47,9 +47,9 @@ class Lines(NamedTuple):
 
 
 def read_lines(path: Path, measured: str | None) -> Lines:
-    """Read a list or table. Its columns `mutation`, `pdb_file`, `chain`, `context` and `sequence`
-    have these names, whatever the file calls them. All but the first are empty where there is no
-    name in them.
+    """Read a list or table. Its columns `mutation`, `pdb_file`, `chain`, `context`, `sequence` and
+    `partners` have these names, whatever the file calls them. All but the first are empty where
+    there is no name in them.
 
     measured: column that must be there. Raises: ValueError."""
     text = read_table_text(path)

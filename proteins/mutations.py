@@ -6,12 +6,13 @@
 
 A list has one variant per line, such as A12V or A12V:G45D; text after # is left out. A table (CSV,
 commas or tabs) has a column `mutation` with such variants, and perhaps pdb_file (path, relative to
-the folder of the table), chain (which is mutated), context (names of other chains, such as "B C",
-that the model shall see), or sequence (of the wild type, where there is no structure), and any
+the folder of the table), chain (which is mutated, where the text does not name it), context (names
+of other chains, such as "B C", that the model shall see), partners (the two sides whose binding
+changes: proteins/partners.py), or sequence (of the wild type, where there is no structure), and any
 others. Other names of columns: proteins/mutation_columns.py. How a variant is written:
-proteins/notation.py. All mutations of a variant are in one chain. Rows that are no substitution, as
-a mutational scan has them, are counted by their kind and left out; that of the wild type gives the
-protein its value. Writes nothing. No model here.
+proteins/notation.py. In which chains its mutations are: proteins/places.py. Rows that are no
+substitution, as a mutational scan has them, are counted by their kind and left out; that of the
+wild type gives the protein its value. Writes nothing. No model here.
 """
 from __future__ import annotations
 
@@ -24,29 +25,22 @@ from typing import NamedTuple
 
 import numpy as np
 
+from proteins.copies import EQUAL, choose_copies, group_of
 from proteins.csv_files import MAX_LISTED, is_limit, is_no_value, read_number, refuse_all
 from proteins.letters import AMINO_ACIDS, LETTERS, decode, encode
 from proteins.mutation_columns import mutation_text, read_lines
 from proteins.notation import (EXPECTED, PLURALS, WILD_TYPE, Mutation, UnreadableVariant,
                                read_variant)
 from proteins.numbering import NamedSites, describe_misnumbered
+from proteins.partners import choose_partners, have_sides, residues_near
+from proteins.places import (Located, Misfit, Options, Place, Variant, choose_complex,
+                             choose_place, content_of, find_changes, has_residue, locate,
+                             name_place, with_copies)
 from proteins.sequences import is_nucleotides
-from proteins.structures import (Chain, Complex, Structure, numbers_near, parse_positions,
-                                 read_structure)
+from proteins.structures import Chain, Complex, Structure, parse_positions, read_structure
 
 SHOWN = 8               # letters of a sequence that stand for its name
 MERGED = "in each row (of cells that were merged, the first alone has it)"
-
-
-class Variant(NamedTuple):
-    """A line of a list or table."""
-    line: int                           # from 1
-    cells: dict[str, str]               # {column: text}; of a list: {"mutation": text}
-    mutations: tuple[Mutation, ...]     # of the wild type: none
-    measured: float = math.nan          # nan: none
-    pdb_file: Path | None = None        # that a line of a table names
-    chain: str = ""                     # that the text of the mutation names
-    silent: tuple[Mutation, ...] = ()   # parts of the text that change nothing
 
 
 class MutationTable(NamedTuple):
@@ -73,13 +67,15 @@ class MutationTable(NamedTuple):
 
 
 class Protein(NamedTuple):
-    """A structure, or a sequence alone, with variants of one of its chains; a scan has some."""
+    """A structure, or a sequence alone, with variants of one of its chains, or of several that they
+    name, that are copies or partners, or that are scanned."""
     name: str                   # path as in the table or on the command line; of a sequence: any
     structure: Structure        # of a sequence: one chain A, all coordinates 0
-    complex: Complex            # the mutated chain first, then its context
+    complex: Complex            # the mutated chains first, then their context
     variants: list[Variant]
     changes: list[list[tuple[int, int]]]    # of each variant: (row of the complex, letter 0 to 19)
     wild_types: tuple[float, ...] = ()      # measured values of the wild type, of its lines
+    partners: tuple[Complex, ...] = ()      # of variants of binding: the two sides, each alone
 
     @property
     def wild_type(self) -> float:
@@ -88,6 +84,7 @@ class Protein(NamedTuple):
 
     @property
     def chain(self) -> str:
+        """The mutated chain, of several the first."""
         return self.complex.design[0]
 
     @property
@@ -96,17 +93,24 @@ class Protein(NamedTuple):
 
     @property
     def sequence(self) -> str:
-        """Letters of the mutated chain, X for what is not known."""
+        """Letters of this chain, X for what is not known."""
         return decode(self.structure.chains[self.chain].S)
 
 
 class Placement(NamedTuple):
     """Variants of a table on a protein, which has those that fit."""
     protein: Protein
-    where: str                          # text that names the chain or sequence
-    variants: list[Variant]             # all of them
+    chosen: Place
+    located: list[Located]              # all of them
     wild_types: list[Variant]           # lines that give it a value
-    misfits: list[tuple[Variant, str]]  # and why it does not fit
+    misfits: list[tuple[Variant, Misfit]]   # and why it does not fit
+    lacking: list[tuple[str, str]]      # (chain, number) of residues that copies lack
+
+    def where(self, chain: str) -> str:
+        """A text that names a chain or sequence."""
+        if not self.protein.has_structure:
+            return self.protein.name
+        return f"chain {chain} of {self.protein.name}"
 
 
 def read_mutations(path: str | Path, measured: str | None = None) -> MutationTable:
@@ -130,14 +134,14 @@ def read_mutations(path: str | Path, measured: str | None = None) -> MutationTab
             reading = read_variant(mutation_text(cells, lines.parts), lines.is_list)
             counts[reading.left_out] += 1
             counts[SILENT] += len(reading.silent)
+            counts[REPEATED] += reading.n_repeated
             if reading.left_out and reading.left_out != WILD_TYPE:
                 continue
             value, lack = read_value(cells, measured)
             if reading.mutations:
                 counts[lack] += 1
                 variants.append(Variant(line, cells, reading.mutations, value,
-                                        structure_file(path, cells, files), reading.chain,
-                                        reading.silent))
+                                        structure_file(path, cells, files), reading.silent))
             elif math.isfinite(value):
                 file = structure_file(path, cells, files) if cells.get("pdb_file") else None
                 wild_types.append(Variant(line, cells, (), value, file))
@@ -154,22 +158,29 @@ def read_mutations(path: str | Path, measured: str | None = None) -> MutationTab
     return MutationTable(path, variants, wild_types, left_out)
 
 
-def place_all(table: MutationTable, structure: str | Path | None = None, chain: str | None = None,
-              fixed: list[str] | None = None, see_all: bool = True, ca_only: bool = False,
-              option: str = "") -> tuple[list[Protein], str]:
-    """Find the residues of the variants; those of one structure, chain and context are a Protein.
+def place_all(  # noqa: PLR0913  (what lines may leave open)
+        table: MutationTable, structure: str | Path | None = None, chain: str | None = None,
+        fixed: list[str] | None = None, see_all: bool = True, ca_only: bool = False,
+        option: str = "", copies: list[str] | None = None,
+        partners: str = "") -> tuple[list[Protein], str]:
+    """Find the residues of the variants; those of one structure, of the same chains and context, or
+    the same partners, are a Protein.
 
     A copy of a structure in another file is the same structure.
 
     Args:
         structure: path, for a table that names none.
-        chain:     name, for lines that give none. Optional for structures of one protein chain.
+        chain:     name, for mutations of which neither line nor text gives it. Optional for
+            structures of one protein chain.
         fixed:     names of the context chains, for lines that give none.
         see_all:   if neither says which: take all other protein chains as context, or none.
         ca_only:   read structures for a CA-only model.
         option:    words on the option of the caller that names the chain, for a message.
-    Returns: proteins in the order of the table; a text on what is left out because it does not fit
-        its structure or is no substitution, or "".
+        copies:    names of equal chains, into all of which a mutation of one goes; []: those that
+            the structure shows; None: a mutation is in its own chain alone.
+        partners:  such as HL_A (proteins/partners.py), for lines that give none; "": none.
+    Returns: proteins in the order of the table; a text on partners and copies, and on what is left
+        out because it does not fit its structure or is no substitution, or "".
     Raises: ValueError for a table without structures, for those that cannot be read, absent chains,
         if none is left, and where so few fit that the numbers are hardly those of the structure,
         see describe_misnumbered.
@@ -177,25 +188,21 @@ def place_all(table: MutationTable, structure: str | Path | None = None, chain: 
     if structure is None and not table.names_structures:
         raise ValueError(f"{table.path} has no column pdb_file; expected it, with the path of the "
                          "structure in each line, relative to the table.")
+    options = Options(structure, chain, fixed, see_all, copies, partners, option)
     files = {}          # path -> Structure
-    groups = {}         # content of chains -> (their Complex, variants)
+    groups = {}         # content of chains -> (their Place, located variants)
     problems = []
-    named = variants_by_name(table, structure, chain, fixed, see_all)
-    for (path, name, context), variants in named.items():
+    for named, variants in variants_by_place(table, options).items():
         try:
-            chosen = choose_complex(read_once(path, ca_only, files), [name] if name else None,
-                                    context)
-            if len(chosen.design) > 1:
-                expected = f"expected one, or a column chain{option}, which says which is mutated"
-                if "chain" in variants[0].cells:
-                    expected = f"expected one of them in the column chain, which is empty{option}"
-                raise ValueError(f"{path} has the protein chains {' '.join(chosen.design)}; "
-                                 f"{expected}")
+            chosen, only_chain = choose_place(named, read_once(named.path, ca_only, files),
+                                              variants[0], options)
         except (ValueError, OSError) as error:
             problems.append(f"line {variants[0].line}: {error}")
             continue
-        groups.setdefault(content_of(chosen), (chosen, []))[1].extend(variants)
-    keys = {chosen.structure.key for chosen, _ in groups.values()}
+        content = content_of(chosen.complex, chosen.partners)
+        located = [locate(variant, options, only_chain) for variant in variants]
+        groups.setdefault(content, (chosen, []))[1].extend(located)
+    keys = {chosen.complex.structure.key for chosen, _ in groups.values()}
     the_only_key = keys.pop() if len(keys) == 1 else None
     wild_types = []     # (key of their structure, line)
     for line in table.wild_types:
@@ -207,14 +214,16 @@ def place_all(table: MutationTable, structure: str | Path | None = None, chain: 
             problems.append(f"line {line.line}: {error}")
     refuse_all(table.path, problems)
     placements = []
-    for chosen, variants in groups.values():
-        variants.sort(key=lambda variant: variant.line)
-        shown = variants[0].cells.get("pdb_file", str(structure))
-        protein = Protein(shown, chosen.structure, chosen, [], [])
-        own = [line for key, line in wild_types if key == chosen.structure.key
-               and line.cells.get("chain", "") in ("", *chosen.design)]
-        placements.append(place(protein, variants, own, f"chain {protein.chain} of {shown}"))
-    return what_fits(table, placements)
+    for chosen, located in groups.values():
+        located.sort(key=lambda one: one.variant.line)
+        shown = located[0].variant.cells.get("pdb_file", str(structure))
+        protein = Protein(shown, chosen.complex.structure, chosen.complex, [], [],
+                          partners=chosen.partners)
+        own = [line for key, line in wild_types
+               if key == chosen.complex.structure.key and is_wild_type_of(line, chosen)]
+        placements.append(place(protein, located, own, chosen))
+    understood = describe_partners(placements) + describe_copies(table, placements, options)
+    return what_fits(table, placements, understood)
 
 
 def place_on_sequences(table: MutationTable, wild_type: tuple[str, str] | None = None
@@ -242,14 +251,18 @@ def place_on_sequences(table: MutationTable, wild_type: tuple[str, str] | None =
         own = [line for line in table.wild_types
                if sequence_of(line, wild_type) == text
                or len(groups) == 1 and not sequence_of(line, wild_type)]
-        placements.append(place(protein, variants, own, name))
+        located = [Located(variant, (protein.chain,) * len(variant.mutations + variant.silent))
+                   for variant in variants]
+        placements.append(place(protein, located, own, Place(protein.complex)))
     refuse_all(table.path, problems)
-    return what_fits(table, placements)
+    return what_fits(table, placements, [])
 
 
-def scan_structure(path: str | Path, chains: list[str] | None = None,  # noqa: PLR0913
-                   fixed: list[str] | None = None, positions: list[str] | None = None,
-                   see_all: bool = True, ca_only: bool = False) -> tuple[list[Protein], str]:
+def scan_structure(  # noqa: PLR0913  (what may be chosen of a structure)
+        path: str | Path, chains: list[str] | None = None, fixed: list[str] | None = None,
+        positions: list[str] | None = None, see_all: bool = True, ca_only: bool = False,
+        partners: str = "", interface: float | None = None,
+        copies: list[str] | None = None) -> tuple[list[Protein], str]:
     """All single mutations of a structure: at each resolved residue the 19 other letters.
 
     Args:
@@ -258,37 +271,110 @@ def scan_structure(path: str | Path, chains: list[str] | None = None,  # noqa: P
         positions: the only ones to mutate, texts such as A10-A20; None: all.
         see_all:   one Protein of all chains together; False: one of each chain alone.
         ca_only:   read the structure for a CA-only model.
-    Returns: the Proteins, and a text on how positions were understood, or "".
+        partners:  such as HL_A, of whose binding the mutations are (proteins/partners.py).
+        interface: Angstrom; with partners, the only residues to mutate are those with a backbone
+            atom within it of one of the other partner.
+        copies:    as of place_all.
+    Returns: the Proteins, and a text on how positions, partners and copies were understood, or "".
     Raises: ValueError.
     """
     structure = read_structure(path, ca_only)
-    whole = choose_complex(structure, chains, fixed)
-    names = chains or list(whole.design)
-    labels = [(name, number) for name in names for number in structure.chains[name].numbers]
+    scan = choose_scan(structure, chains, fixed, partners, copies)
+    labels = [(name, number) for name in scan.names for number in structure.chains[name].numbers]
     wanted = range(len(labels))
-    note = ""
+    notes = []
     if positions:
-        wanted, note = parse_positions(" ".join(positions), structure, names)
-    parts = [whole]
-    if not see_all:
-        parts = [Complex(structure, [name]) for name in names]
+        wanted, note = parse_positions(" ".join(positions), structure, scan.names)
+        notes.append(note)
+    wanted = [labels[position] for position in wanted if labels[position][1]]
+    wanted = keep_interface(wanted, scan.partners, interface, notes)
     proteins = []
-    for part in parts:
-        protein = Protein(str(path), structure, part, [], [])
-        rows = {}       # label -> row of the part
-        for name in part.design:
-            for row, number in zip(part.rows([name]), structure.chains[name].numbers):
-                rows[name, number] = int(row)
-        for name, number in (labels[position] for position in wanted):
-            row = rows.get((name, number))
-            if number and row is not None and part.mask[row]:
-                add_all_letters(protein, row, number, {"chain": name})
+    lacking = []
+    for part in [scan.whole] if see_all else scan.parts:
+        protein = Protein(str(path), structure, part, [], [], partners=scan.partners)
+        lacking += scan_residues(protein, wanted, scan.groups)
         if protein.variants:
             proteins.append(protein)
     if not proteins:
         raise ValueError(f"{path}: found no residue to mutate; expected some with one of the 20 "
                          f"letters and {structure.needed}.")
-    return proteins, note
+    if scan.groups:
+        notes.append(copies_text([" ".join(group) for group in scan.groups], lacking))
+    return proteins, "; ".join(notes)
+
+
+class Scan(NamedTuple):
+    """What of a structure is scanned."""
+    whole: Complex
+    names: list[str]                    # of the chains to mutate
+    parts: list[Complex]                # each chain alone, with its copies
+    partners: tuple[Complex, ...]
+    groups: list[tuple[str, ...]]       # of these chains and their copies
+
+
+def choose_scan(structure, chains, fixed, partners, copies):
+    """The Scan of a structure; see scan_structure."""
+    sides = ()
+    if partners:
+        if fixed:
+            raise ValueError(f"found {' '.join(fixed)} as context, and the partners {partners}; "
+                             "expected none, as the model sees the chains of the partners alone")
+        sides = choose_partners(partners, structure)
+        whole = Complex(structure, [name for side in sides for name in side.design])
+        names = chains or list(whole.design)
+        others = [name for name in names if name not in whole.design]
+        if others:
+            raise ValueError(f"found chain {others[0]} to mutate; expected one of the partners "
+                             f"{partners}")
+    else:
+        whole = choose_complex(structure, chains, fixed)
+        names = chains or list(whole.design)
+    groups = choose_copies(structure, whole.design if sides else structure.protein_chains, copies)
+    groups = [group for group in groups if set(group) & set(names)]
+    if copies is not None and not groups:
+        raise ValueError(f"{structure.name}: found no copies of the chains {' '.join(names)}; "
+                         f"expected {EQUAL}.")
+    if groups and not sides:
+        whole = with_copies(structure, names, fixed, groups)
+    parts = [Complex(structure, group)
+             for group in dict.fromkeys(group_of(name, groups) for name in names)]
+    return Scan(whole, names, parts, sides, groups)
+
+
+def keep_interface(wanted, partners, interface, notes):
+    """The (chain, number) that are wanted, and near the other partner. Adds a note."""
+    if interface is None:
+        return wanted
+    if not partners:
+        raise ValueError(f"found an interface of {interface:g} Angstrom without partners; expected "
+                         "both")
+    near = residues_near(partners, interface)
+    kept = [label for label in wanted if label in near]
+    notes.append(f"{len(kept):,} of {len(wanted):,} residues are within {interface:g} Angstrom of "
+                 "the other partner")
+    return kept
+
+
+def scan_residues(protein, wanted, groups):
+    """Add all single mutations of the residues that are wanted, as (chain, number), to the
+    protein; of equal chains (groups) each once. Returns texts on residues that copies lack."""
+    chains = protein.structure.chains
+    done = set()
+    lacking = []
+    for name, number in wanted:
+        group = group_of(name, groups)
+        if name not in protein.complex.design or (group, number) in done:
+            continue
+        done.add((group, number))
+        names = [other for other in group if has_residue(chains[other], number)]
+        if not names:
+            continue
+        rows = [protein.complex.first_row(other) + chains[other].row_of(number)
+                for other in names]
+        chain = name if name in names else names[0]
+        add_all_letters(protein, rows, number, {"chain": chain})
+        lacking += [f"{other}{number}" for other in group if other not in names]
+    return lacking
 
 
 def scan_sequence(name: str, text: str) -> Protein:
@@ -301,25 +387,26 @@ def scan_sequence(name: str, text: str) -> Protein:
         raise ValueError(f"{name:.60}: {error}") from None
     chain = protein.structure.chains["A"]
     for row, number in enumerate(chain.numbers):
-        add_all_letters(protein, row, number, {})
+        add_all_letters(protein, [row], number, {})
     if not protein.variants:
         raise ValueError(f"{name:.60}: found no residue to mutate; expected some of the 20 "
                          "letters.")
     return protein
 
 
-def add_all_letters(protein, row, number, cells):
-    """Add the variants of one row of the complex, unless its letter is not known.
+def add_all_letters(protein, rows, number, cells):
+    """Add the variants of a residue, unless its letter is not known.
 
-    number: of the residue. cells: {column: text} of these variants, besides the mutation."""
-    wild_type = LETTERS[protein.complex.S[row]]
+    rows: of the complex, several of copies. number: of the residue. cells: {column: text} of these
+    variants, besides the mutation."""
+    wild_type = LETTERS[protein.complex.S[rows[0]]]
     if wild_type not in AMINO_ACIDS:
         return
     for mutant in AMINO_ACIDS.replace(wild_type, ""):
         mutation = Mutation(wild_type, number, mutant)
         own = {**cells, "mutation": str(mutation)}
         protein.variants.append(Variant(0, own, (mutation,)))
-        protein.changes.append([(row, LETTERS.index(mutant))])
+        protein.changes.append([(row, LETTERS.index(mutant)) for row in rows])
 
 
 def protein_of_sequence(name, text):
@@ -359,34 +446,11 @@ def refuse_long(where: str | Path, proteins: list[Protein], longest: float) -> N
     refuse_all(where, problems, "proteins")
 
 
-def find_residues(mutations: tuple[Mutation, ...], chain: Chain) -> list[tuple[int, int]]:
-    """[(row of the chain, letter 0 to 19)] of mutations. ValueError for those that do not fit."""
-    changes = []
-    for mutation in mutations:
-        row = chain.row_of(mutation.number)
-        if row is None:
-            near = numbers_near(mutation.number, chain.numbers)
-            hint = f" (there is {', '.join(near)})" if near else ""
-            raise ValueError(f"there is no residue {mutation.number}{hint}")
-        check_letter(mutation, chain, row)
-        if not chain.resolved[row]:
-            raise ValueError(f"residue {mutation.number} lacks atoms of the backbone")
-        changes.append((row, LETTERS.index(mutation.mutant)))
-    return changes
-
-
-def check_letter(mutation, chain, row):
-    """ValueError if the row of the mutation has another letter than its wild type."""
-    letter = LETTERS[chain.S[row]]
-    if letter != mutation.wild_type:
-        hint = ", the mutant's letter" if letter == mutation.mutant else ""
-        raise ValueError(f"residue {mutation.number} is {letter}{hint}")
-
-
 # ---- lines ----
 
 # What is counted besides the kinds of proteins/notation.py.
 SILENT = "silent part"
+REPEATED = "mutation that comes twice"
 NO_VALUE = "no value"
 LIMIT = "limit"
 
@@ -434,6 +498,8 @@ def describe_left_out(path, counts, measured):
     texts = []
     if kinds:
         texts.append(f"no substitution: {', '.join(kinds)}")
+    if counts[REPEATED]:
+        texts.append(f"{counts[REPEATED]:,} mutation(s) that come twice in a variant count once")
     if lacks:
         texts.append(f"not measured in {measured}: {', '.join(lacks)}")
     if not texts:
@@ -448,7 +514,8 @@ def sequence_of(line, wild_type):
 
 def check_one_chain(variants):
     """ValueError for variants on one sequence whose mutations name several chains."""
-    chains = sorted({variant.chain for variant in variants} - {""})
+    chains = sorted({mutation.chain for variant in variants
+                     for mutation in (*variant.mutations, *variant.silent)} - {""})
     if len(chains) > 1:
         raise ValueError(f"found mutations in the chains {' '.join(chains)} on one sequence; "
                          "expected one chain")
@@ -456,23 +523,11 @@ def check_one_chain(variants):
 
 # ---- structures ----
 
-def variants_by_name(table, structure, chain, fixed, see_all):
-    """{(path, chain, names of the context chains) as lines name them: their variants}.
-
-    A chain or context that neither a line nor the options name is None; see place_all."""
+def variants_by_place(table, options):
+    """{Named: its variants} of the variants of a table."""
     named = {}
     for variant in table.variants:
-        cells = variant.cells
-        context = fixed
-        if cells.get("context"):
-            context = cells["context"].replace(",", " ").split()
-        if context is None and not see_all:
-            context = []
-        if context is not None:
-            context = tuple(context)
-        path = Path(structure) if structure else variant.pdb_file
-        named_chain = cells.get("chain") or variant.chain or chain
-        named.setdefault((path, named_chain, context), []).append(variant)
+        named.setdefault(name_place(variant, options), []).append(variant)
     return named
 
 
@@ -483,82 +538,86 @@ def read_once(path, ca_only, files):
     return files[path]
 
 
-def choose_complex(structure, names, context):
-    """Complex of the chains to mutate and their context. ValueError for absent chains.
-
-    names:   of the chains; None: all of proteins that are no context.
-    context: names of the other chains that the model shall see; None: all of proteins.
-    """
-    usable = sorted(name for name, chain in structure.chains.items() if chain.resolved.any())
-    if names is None:
-        names = [name for name in usable if name not in (context or ())]
-    if context is None:
-        context = [name for name in usable if name not in names]
-    together = [*names, *context]
-    for name in together:
-        if name not in usable:
-            role = "" if name in names else " as context"
-            raise ValueError(f"found chain {name}{role}; expected a protein chain of "
-                             f"{structure.name}, which has {' '.join(usable) or '(none)'}")
-    if not names or len(set(together)) < len(together):
-        raise ValueError(f"found the chains {' '.join(together) or '(none)'} of {structure.name}; "
-                         "expected each once, those to mutate first")
-    return Complex(structure, names, context)
+def is_wild_type_of(line, chosen):
+    """Whether a line of the wild type of a structure is that of a Place there."""
+    cells = line.cells
+    if cells.get("chain", "") not in ("", *chosen.complex.design):
+        return False
+    text = cells.get("partners", "")
+    return not text or bool(chosen.partners) and have_sides(chosen.partners, text)
 
 
-def content_of(chosen):
-    """What makes a Complex of one mutated chain another protein: letters, coordinates, names of
-    chains, and the numbers by which its residues are found."""
-    name, = chosen.design
-    return chosen.key, chosen.structure.chains[name].numbers
+def place(protein, located, wild_types, chosen):
+    """The Placement of located variants; those that fit are added to the protein.
 
-
-def place(protein, variants, wild_types, where):
-    """The Placement of variants; those that fit are added to the protein.
-
-    wild_types: lines of its wild type."""
+    wild_types: lines of its wild type. chosen: its Place."""
     protein = protein._replace(wild_types=tuple(line.measured for line in wild_types))
-    chain = protein.structure.chains[protein.chain]
     misfits = []
-    for variant in variants:
+    lacking = {}
+    for one in located:
         try:
-            check_chain(variant)
-            changes = find_residues(variant.mutations, chain)
-            check_silent(variant, chain)
-        except ValueError as error:
-            misfits.append((variant, str(error)))
+            changes, without = find_changes(one, chosen)
+        except Misfit as misfit:
+            misfits.append((one.variant, misfit))
             continue
-        protein.variants.append(variant)
+        protein.variants.append(one.variant)
         protein.changes.append(changes)
-    return Placement(protein, where, variants, wild_types, misfits)
+        lacking.update(dict.fromkeys(without))
+    return Placement(protein, chosen, located, wild_types, misfits, list(lacking))
 
 
-def check_chain(variant):
-    """ValueError for a mutation that names another chain than the column."""
-    column = variant.cells.get("chain")
-    if column and variant.chain and column != variant.chain:
-        raise ValueError(f"the mutation names chain {variant.chain}")
+def describe_partners(placements):
+    """List of a line on the proteins whose binding is meant, if there are any."""
+    of_binding = [placement for placement in placements if placement.protein.partners]
+    if not of_binding:
+        return []
+    first = of_binding[0].protein
+    n = sum(len(placement.protein.variants) for placement in of_binding)
+    return [f"{n:,} variants of binding, of {len(of_binding):,} pair(s) of partners, such as "
+            f"{' and '.join(' '.join(side.design) for side in first.partners)} of {first.name}"]
 
 
-def check_silent(variant, chain):
-    """ValueError for a silent part that names another letter than its residue has."""
-    for mutation in variant.silent:
-        row = chain.row_of(mutation.number)
-        if row is not None:
-            check_letter(mutation, chain, row)
+def describe_copies(table, placements, options):
+    """List of a line on copies, if they are asked for. ValueError if no mutated chain has one."""
+    if options.copies is None:
+        return []
+    used = {}       # text on a group, each once -> None
+    lacking = []
+    for placement in placements:
+        mutated = {chain for one in placement.located for chain in one.chains}
+        name = placement.protein.name
+        used.update({f"{' '.join(group)} of {name}": None for group in placement.chosen.copies
+                     if mutated & set(group)})
+        lacking += [f"{chain}{number} of {name}" for chain, number in placement.lacking]
+    if not used:
+        raise ValueError(f"{table.path}: found no copies of the chains that variants name; "
+                         f"expected {EQUAL}.")
+    return [copies_text(list(used), lacking)]
 
 
-def what_fits(table, placements):
+def copies_text(groups, lacking):
+    """A text on copies. groups: texts on each. lacking: texts on residues that some lack."""
+    text = f"a mutation is in all copies of its chain: {', '.join(groups[:MAX_LISTED])}"
+    if len(groups) > MAX_LISTED:
+        text += f" and {len(groups) - MAX_LISTED:,} more"
+    if lacking:
+        text += (f"; {len(lacking):,} residue(s) are not there in a copy, such as {lacking[0]}, "
+                 "and mutated in the others")
+    return text
+
+
+def what_fits(table, placements, understood):
     """(proteins with the variants that fit, text on what is left out) of a table; see place_all.
 
+    understood: lines on partners and copies, to tell first.
     Raises: ValueError if no variant fits, or too few to take them; see describe_misnumbered."""
     refuse_misnumbered(table.path, placements)
-    misfits = [f"{name_of(variant)}: in {placement.where} {reason}"
-               for placement in placements for variant, reason in placement.misfits]
+    misfits = [f"{name_of(variant)}: in {placement.where(misfit.chain)} {misfit}"
+               for placement in placements for variant, misfit in placement.misfits]
     proteins = [placement.protein for placement in placements if placement.protein.variants]
     if not proteins:
         raise ValueError(f"{table.path}: no variant fits its protein. Found {misfits[0]}.")
-    lines = []
+    lines = [f"{table.path}: {line}" for line in understood]
     if misfits:
         lines.append(f"{table.path}: {len(misfits):,} of {len(table.variants):,} variants do not "
                      "fit their protein and are left out:")
@@ -576,41 +635,52 @@ def what_fits(table, placements):
     return proteins, "\n".join(lines)
 
 
+class NamedChain(NamedTuple):
+    """What the variants of a placement name in one chain."""
+    where: str
+    sites: NamedSites
+    first_misfit: str       # text on the first variant that does not fit there; "": all do
+
+
 def refuse_misnumbered(path, placements):
-    """ValueError that names each protein of which too few residues have the letters that variants
+    """ValueError that names each chain of which too few residues have the letters that variants
     name, and all others together, which may have too few residues each to tell."""
     problems = []
     others = []
-    for placement in placements:
-        text = describe_misnumbered([sites_of(placement)], first_misfit([placement]))
+    for chain in [chain for placement in placements for chain in named_chains(placement)]:
+        text = describe_misnumbered([chain.sites], chain.first_misfit)
         if text:
-            problems.append(f"{placement.where}: {text}")
+            problems.append(f"{chain.where}: {text}")
         else:
-            others.append(placement)
-    text = describe_misnumbered([sites_of(placement) for placement in others], first_misfit(others))
+            others.append(chain)
+    example = next((chain.first_misfit for chain in others if chain.first_misfit), "")
+    text = describe_misnumbered([chain.sites for chain in others], example)
     if text:
         problems.append(f"all {'other ' if problems else ''}proteins together: {text}")
     refuse_all(path, problems, "proteins")
 
 
-def sites_of(placement):
-    """The NamedSites of the variants of a placement."""
-    protein = placement.protein
-    mutations = [mutation for variant in placement.variants for mutation in variant.mutations]
-    silent = [mutation for variant in placement.variants for mutation in variant.silent]
-    sites = {(mutation.wild_type, mutation.number) for mutation in [*mutations, *silent]}
-    mutants = [(mutation.mutant, mutation.number) for mutation in mutations]
-    return NamedSites(protein.structure.chains[protein.chain], sites, mutants)
-
-
-def first_misfit(placements):
-    """A text on the first variant that does not fit; "" if all do."""
-    for placement in placements:
-        for variant, reason in placement.misfits:
-            return f"{name_of(variant)} ({reason})"
-    return ""
+def named_chains(placement):
+    """The NamedChains of a placement."""
+    sites = {}              # chain -> {(wild type's letter, number)}
+    mutants = {}            # chain -> [(mutant's letter, number)]
+    for variant, chains in placement.located:
+        for mutation, chain in zip((*variant.mutations, *variant.silent), chains):
+            sites.setdefault(chain, set()).add((mutation.wild_type, mutation.number))
+        for mutation, chain in zip(variant.mutations, chains):
+            mutants.setdefault(chain, []).append((mutation.mutant, mutation.number))
+    first_misfits = {}      # chain -> text
+    for variant, misfit in placement.misfits:
+        first_misfits.setdefault(misfit.chain, f"{name_of(variant)} ({misfit})")
+    structure = placement.protein.structure
+    return [NamedChain(placement.where(chain),
+                       NamedSites(structure.chains[chain], sites[chain], mutants.get(chain, ())),
+                       first_misfits.get(chain, ""))
+            for chain in sites if chain in structure.chains]
 
 
 def name_of(variant):
     """A text that names a variant of a table."""
-    return f"line {variant.line}: {':'.join(map(str, variant.mutations))}"
+    are_named = any(mutation.chain for mutation in variant.mutations)
+    separator = "," if are_named else ":"
+    return f"line {variant.line}: {separator.join(map(str, variant.mutations))}"

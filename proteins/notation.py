@@ -1,7 +1,7 @@
 """How people write a variant of a protein: the one reader of such texts.
 
     reading = read_variant("p.(Gly1Ala)")       # .mutations: G1A
-    reading = read_variant("GA1A,WA2F;")        # G1A and W2F, .chain: A
+    reading = read_variant("GA1A,WB2F;")        # A:G1A and B:W2F, in two chains
     reading = read_variant("G1*")               # .left_out: STOP
 
 A text is one variant of one or several mutations. What is no substitution, as a mutational scan has
@@ -24,14 +24,13 @@ DELETION = "deletion"
 INSERTION = "insertion"
 FRAMESHIFT = "frameshift"
 UNKNOWN = "variant with an unknown letter"
-TWO_CHAINS = "variant in two chains"
 UNCHANGED = "variant that changes nothing"
 EMPTY = "row without a mutation"
 
 # In the order in which they are told.
 PLURALS = {WILD_TYPE: "wild types", STOP: "stops", DELETION: "deletions",
            INSERTION: "insertions", FRAMESHIFT: "frameshifts",
-           UNKNOWN: "variants with an unknown letter", TWO_CHAINS: "variants in two chains",
+           UNKNOWN: "variants with an unknown letter",
            UNCHANGED: "variants that change nothing", EMPTY: "rows without a mutation"}
 
 EXPECTED = ("a mutation such as A12V: the wild type's letter, the residue's number in the file, "
@@ -59,17 +58,19 @@ class Mutation(NamedTuple):
     wild_type: str      # letter
     number: str         # in the file, with insertion code
     mutant: str         # letter
+    chain: str = ""     # that the text names
 
     def __str__(self):
-        return f"{self.wild_type}{self.number}{self.mutant}"
+        place = f"{self.chain}:" if self.chain else ""
+        return f"{place}{self.wild_type}{self.number}{self.mutant}"
 
 
 class Reading(NamedTuple):
     """What a text says."""
     mutations: tuple[Mutation, ...] = ()    # substitutions, each of another residue
-    chain: str = ""                         # that the text names
     silent: tuple[Mutation, ...] = ()       # parts that change nothing, beside others
     left_out: str = ""                      # kind of what is no substitution; then there is none
+    n_repeated: int = 0                     # parts that are equal to one before
 
 
 class UnreadableVariant(ValueError):
@@ -206,8 +207,10 @@ def read_part(word, text):
     if not found:
         raise unreadable(text)
     before, wild_type, within, number, mutant = found.groups()
+    if before and within and before != within:
+        raise unreadable(text)
     chain = before or within or ""
-    mutation = Mutation(meaning_of(wild_type), number, meaning_of(mutant))
+    mutation = Mutation(meaning_of(wild_type), number, meaning_of(mutant), chain)
     return Part(chain, mutation, kind_of(mutation))
 
 
@@ -231,11 +234,12 @@ def kind_of(mutation):
 
 def refuse_several(body, parts):
     """ValueError for a line that may mean several variants: blanks, commas and semicolons
-    separate both these and the mutations of one. FoldX closes a variant by a semicolon, and each
-    mutation names its chain."""
+    separate both these and the mutations of one. Where each mutation names its chain, commas are
+    those of one variant if FoldX closes it by a semicolon, or if there are several chains."""
     inner = body.strip(" \t,;")
-    is_foldx = body.endswith(";") and all(part.chain for part in parts)
-    separators = r"[\s;]" if is_foldx else r"[\s,;]"
+    chains = {part.chain for part in parts}
+    is_joined = "" not in chains and (body.endswith(";") or len(chains) > 1)
+    separators = r"[\s;]" if is_joined else r"[\s,;]"
     if re.search(separators, inner):
         joined = ":".join(re.split(r"[\s,;]+", inner))
         raise ValueError(f"found {body:.40}, which may be several variants; expected one "
@@ -243,21 +247,21 @@ def refuse_several(body, parts):
 
 
 def reading_of(parts, text):
-    """The Reading of the parts of a text. Raises: ValueError for a residue that is named twice."""
+    """The Reading of the parts of a text. Raises: ValueError for a residue that is named twice;
+    but of variants in several chains SKEMPI has some with a mutation that comes twice."""
     kinds = {part.kind for part in parts}
     for kind in (FRAMESHIFT, INSERTION, DELETION, STOP, UNKNOWN):
         if kind in kinds:
             return Reading(left_out=kind)
-    chains = sorted({part.chain for part in parts} - {""})
-    if len(chains) > 1:
-        return Reading(left_out=TWO_CHAINS)
-    mutations = tuple(part.mutation for part in parts if not part.kind)
-    silent = tuple(part.mutation for part in parts if part.kind)
+    several_chains = len({part.chain for part in parts} - {""}) > 1
+    different = list(dict.fromkeys(parts)) if several_chains else parts
+    mutations = tuple(part.mutation for part in different if not part.kind)
+    silent = tuple(part.mutation for part in different if part.kind)
     if not mutations:
         return Reading(left_out=UNCHANGED)
-    if len({part.mutation.number for part in parts}) < len(parts):
+    if len({(part.chain, part.mutation.number) for part in different}) < len(different):
         raise ValueError(f"found {text!r:.60}; expected each mutation of another residue")
-    return Reading(mutations, "".join(chains), silent)
+    return Reading(mutations, silent, n_repeated=len(parts) - len(different))
 
 
 def unreadable(text):

@@ -14,6 +14,7 @@ import numpy as np
 from proteins.correlation import Report
 from proteins.mutations import Protein
 from proteins.proposals import MEASURED, PROPOSED, UNMARKED
+from proteins.scores import label_of, partners_of
 from training.figures import make_figure, save_figure
 
 LETTERS_BY_KIND = "GAVLIMCPFWYSTNQHKRDE"    # small and greasy, aromatic, polar, charged
@@ -25,6 +26,7 @@ WITHIN = 0.995          # part of the scores that the colours tell apart
 DPI = 130
 GREY = "0.85"           # of cells without a score, such as gaps
 SCALE = "score, nats (above 0: the mutant is preferred)"
+BINDING_SCALE = "score of binding, nats (above 0: the mutant binds more strongly)"
 DOT = "dot: wild type, also above"
 MOST_COLOURS = 10       # proteins that have a colour of their own
 # How cells are marked: the arguments of scatter. What is measured is crossed out; what is proposed
@@ -59,12 +61,17 @@ def draw_scan(proteins: list[Protein], scores: list[np.ndarray], path,
         image = draw_block(axis, *block, longest, limit)
     bar = figure.colorbar(image, ax=list(axes), extend="both", fraction=0.02, pad=0.01,
                           shrink=min(1.0, 3.0 / height + 0.3))
-    bar.set_label(f"{SCALE}\n{DOT}")
+    bar.set_label(f"{scale_of(proteins)}\n{DOT}")
     if marks is not None:
         shown = [axes[0].scatter([], [], **style) for style in MARKS.values()]
         figure.legend(handles=shown, loc="outside lower left", ncols=len(shown), fontsize=8,
                       frameon=False)
     save_figure(figure, path, DPI)
+
+
+def scale_of(proteins):
+    """What scores are, in words."""
+    return BINDING_SCALE if proteins[0].partners else SCALE
 
 
 def blocks_of(protein, chain, scores, marks):
@@ -89,6 +96,8 @@ def blocks_of(protein, chain, scores, marks):
     name = Path(protein.name).name
     if protein.has_structure:
         name += f", chain {chain}"
+    if protein.partners:
+        name += f", binding of {partners_of(protein)}"
     blocks = []
     for first in range(scored[0], scored[-1] + 1, PER_LINE) if scored else ():
         part = slice(first, min(first + PER_LINE, scored[-1] + 1))
@@ -139,7 +148,7 @@ def draw_measured(  # noqa: PLR0913  (what is drawn, and what is written beside 
         values = [variant.measured for variant in protein.variants]     # nan is not drawn
         axis.scatter(values, protein_scores, s=size, alpha=0.55, linewidths=0,
                      color=f"C{number if several else 0}",
-                     label=f" {protein.name} {protein.chain}".replace("$", r"\$"))
+                     label=f" {label_of(protein)}".replace("$", r"\$"))
     if several:
         axis.legend(fontsize="x-small")
     axis.axhline(0, color="0.6", linewidth=0.8, zorder=0)
@@ -147,7 +156,7 @@ def draw_measured(  # noqa: PLR0913  (what is drawn, and what is written beside 
     if lower_is_better:
         axis.invert_xaxis()
         label += " (lower is better: axis reversed)"
-    axis.set(xlabel=label, ylabel=SCALE)
+    axis.set(xlabel=label, ylabel=scale_of(proteins))
     axis.set_title(f"Spearman's rho {report.overall}\n{report.overall.n:,} mutations of "
                    f"{report.n_proteins:,} protein(s), 95 % interval in brackets", fontsize=10)
     axis.grid(alpha=0.3)

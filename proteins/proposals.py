@@ -1,13 +1,13 @@
-"""Which single mutations to measure next: the highest scores of a scan, without those measured.
+"""Which mutations to measure next: the highest scores of a scan, without those measured.
 
-    measured = measured_sites(table_proteins)               # of a table, from place_all
-    proteins = keep_measured_chains(scanned, table_proteins, "table.csv")
+    measured = measured_variants(table_proteins)            # of a table, from place_all
+    proteins = keep_measured_chains(scanned, table_proteins, "table.csv", measured)
     chosen = choose_proposals(proteins, scores, measured, top=96, per_position=3)
-    text = table_text(*in_order(proteins, scores, chosen), scored_by, folder)   # scores.py
+    text = table_text(proteins_of(proteins, chosen), {"score": values_of(scores, chosen)}, ...)
 
-A mutation is known by the content of its chain, not by the name of a file: a copy of a structure is
-the same protein, and one that has other residues or numbers is another. No model here. Writes
-nothing.
+Variants of several of these: proteins/combinations.py. A mutation is known by the content of its
+chain, not by the name of a file: a copy of a structure is the same protein, and one that has other
+residues or numbers is another. No model here. Writes nothing.
 """
 from __future__ import annotations
 
@@ -39,33 +39,35 @@ class Choice(NamedTuple):
     variant: int        # its place among the variants of that protein
 
 
-def measured_sites(proteins: list[Protein]) -> set[Site]:
-    """The single mutations that a table has, also those without a value. A mutation that it has
-    beside others alone, in a variant of several, is not among them."""
-    return {site for protein in proteins for site in sites_of(protein)}
+def measured_variants(proteins: list[Protein]) -> set[frozenset[Site]]:
+    """The variants that a table has, also those without a value. A mutation that it has beside
+    others alone, in a variant of several, is not among them."""
+    return {sites for protein in proteins for sites in sites_of(protein)}
 
 
 def keep_measured_chains(proteins: list[Protein], table_proteins: list[Protein],
-                         path: str | Path) -> list[Protein]:
+                         path: str | Path, measured: Container[frozenset[Site]]
+                         ) -> list[Protein]:
     """A scan without the chains that a table does not have, such as copies in a complex.
 
     Args:
         proteins:       of the scan.
         table_proteins: those that the table is of.
         path:           of the table, for messages.
+        measured:       what shall not be proposed; empty where combinations of it may be.
     Raises: ValueError if none is left, or none of their mutations is unmeasured.
     """
     chains = {chain for protein in table_proteins for chain in chains_of(protein).values()}
-    measured = measured_sites(table_proteins)
     kept = []
     n_left = 0
     for protein in proteins:
-        numbers = [number for number, site in enumerate(sites_of(protein)) if site.chain in chains]
+        numbers = [number for number, sites in enumerate(sites_of(protein))
+                   if all(site.chain in chains for site in sites)]
         if numbers:
             kept.append(protein._replace(
                 variants=[protein.variants[number] for number in numbers],
                 changes=[protein.changes[number] for number in numbers]))
-            n_left += sum(site not in measured for site in sites_of(kept[-1]))
+            n_left += sum(sites not in measured for sites in sites_of(kept[-1]))
     if not kept:
         first = table_proteins[0]
         raise ValueError(f"{path}: found variants of {first.name}, chain {first.chain}, and none "
@@ -77,34 +79,42 @@ def keep_measured_chains(proteins: list[Protein], table_proteins: list[Protein],
     return kept
 
 
-def choose_proposals(proteins: list[Protein], scores: list[np.ndarray], measured: Container[Site],
-                     top: int, per_position: int) -> list[Choice]:
-    """The unmeasured single mutations of highest score, best first.
+def choose_proposals(proteins: list[Protein], scores: list[np.ndarray],
+                     measured: Container[frozenset[Site]], top: int,
+                     per_position: int) -> list[Choice]:
+    """The unmeasured mutations of highest score, best first.
 
     Args:
         proteins:     of a scan.
-        scores:       (n,) of the variants of each. They are compared as they are written, so that
-            rounding on another number of ranks changes no choice; of equal ones the first counts.
+        scores:       (n,) of the variants of each.
         top:          most of them.
         per_position: most of one residue.
     Returns: fewer than top if no more are left.
     """
-    candidates = []
-    for place, (protein, protein_scores) in enumerate(zip(proteins, scores)):
-        for number, (site, score) in enumerate(zip(sites_of(protein), protein_scores)):
-            if site not in measured:
-                candidates.append((-float(written(score)), Choice(place, number), site))
-    candidates.sort()
     chosen = []
-    sites = set()           # a protein may have been given twice
+    done = set()            # a protein may have been given twice
     at_position = Counter()
-    for _, choice, site in candidates:
-        position = (site.chain, site.number)
-        if len(chosen) < top and site not in sites and at_position[position] < per_position:
+    for choice, sites in best_first(proteins, scores, measured):
+        position = frozenset((site.chain, site.number) for site in sites)
+        if len(chosen) < top and sites not in done and at_position[position] < per_position:
             chosen.append(choice)
-            sites.add(site)
+            done.add(sites)
             at_position[position] += 1
     return chosen
+
+
+def best_first(proteins: list[Protein], scores: list[np.ndarray],
+               measured: Container[frozenset[Site]]) -> list[tuple[Choice, frozenset[Site]]]:
+    """The unmeasured variants, those of higher score first. Scores are compared as they are
+    written, so that rounding on another number of ranks changes no choice; of equal ones the first
+    counts."""
+    candidates = []
+    for place, (protein, protein_scores) in enumerate(zip(proteins, scores)):
+        for number, (sites, score) in enumerate(zip(sites_of(protein), protein_scores)):
+            if sites not in measured:
+                candidates.append((-float(written(score)), Choice(place, number), sites))
+    candidates.sort(key=lambda candidate: candidate[:2])
+    return [(choice, sites) for _, choice, sites in candidates]
 
 
 def describe_proposals(chosen: list[Choice], top: int, per_position: int) -> str:
@@ -115,39 +125,48 @@ def describe_proposals(chosen: list[Choice], top: int, per_position: int) -> str
     return line
 
 
-def in_order(proteins: list[Protein], scores: list[np.ndarray],
-             chosen: list[Choice]) -> tuple[list[Protein], list[np.ndarray]]:
-    """Proteins of one variant each, and their scores, in the order of the choice."""
+def proteins_of(proteins: list[Protein], chosen: list[Choice]) -> list[Protein]:
+    """Proteins of one variant each, in the order of the choice."""
     ranked = []
-    ranked_scores = []
     for place, number in chosen:
         protein = proteins[place]
         ranked.append(protein._replace(variants=[protein.variants[number]],
                                        changes=[protein.changes[number]]))
-        ranked_scores.append(scores[place][number:number + 1])
-    return ranked, ranked_scores
+    return ranked
 
 
-def marks_of(proteins: list[Protein], measured: Container[Site],
-             chosen: list[Choice]) -> list[np.ndarray]:
-    """(n,) of the variants of each protein: UNMARKED, MEASURED or PROPOSED."""
-    marks = [np.array([MEASURED if site in measured else UNMARKED for site in sites_of(protein)])
-             for protein in proteins]
-    for place, number in chosen:
-        marks[place][number] = PROPOSED
+def values_of(values: list[np.ndarray], chosen: list[Choice]) -> list[np.ndarray]:
+    """(1,) of each of proteins_of. values: (n,) of the variants of each protein, as scores."""
+    return [values[place][number:number + 1] for place, number in chosen]
+
+
+def marks_of(proteins: list[Protein], measured: Container[frozenset[Site]],
+             proposed: list[Protein]) -> list[np.ndarray]:
+    """(n,) of the variants of each protein of a scan: UNMARKED, MEASURED or PROPOSED.
+
+    proposed: proteins of what is proposed, also of variants of several mutations."""
+    proposed_sites = {site for protein in proposed for sites in sites_of(protein)
+                      for site in sites}
+    marks = []
+    for protein in proteins:
+        marks.append(np.full(len(protein.variants), UNMARKED))
+        for number, sites in enumerate(sites_of(protein)):
+            if sites <= proposed_sites:
+                marks[-1][number] = PROPOSED
+            elif sites in measured:
+                marks[-1][number] = MEASURED
     return marks
 
 
-def sites_of(protein: Protein) -> list[Site]:
-    """The Site of each variant of one mutation, in the order of the variants."""
-    chains = chains_of(protein)
+def sites_of(protein: Protein) -> list[frozenset[Site]]:
+    """The Sites of each variant."""
     residues = {}           # row of the complex -> (hash of the chain, number)
-    for name, chain_hash in chains.items():
+    for name, chain_hash in chains_of(protein).items():
         numbers = protein.structure.chains[name].numbers
         for row, number in zip(protein.complex.rows([name]), numbers):
             residues[int(row)] = (chain_hash, number)
-    return [Site(*residues[changes[0][0]], LETTERS[changes[0][1]])
-            for changes in protein.changes if len(changes) == 1]
+    return [frozenset(Site(*residues[row], LETTERS[letter]) for row, letter in changes)
+            for changes in protein.changes]
 
 
 def chains_of(protein):

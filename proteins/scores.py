@@ -1,7 +1,7 @@
 """Scores of the variants of many proteins: as a table, and against what was measured.
 
     proteins, note = place_all(read_mutations("s2648.csv", measured="ddg"))
-    text = table_text(proteins, scores, "v_48_020", folder)     # CSV; scores: (n,) of each protein
+    text = table_text(proteins, {SCORE: scores}, "v_48_020", folder)    # scores: (n,) of each
     report = correlate_proteins(proteins, scores, lower_is_better=True)
     print(report_text(report, "ddg", lower_is_better=True))
 
@@ -20,14 +20,17 @@ from proteins.mutations import Protein
 
 # The columns that are added to a table.
 SCORE = "score"
+IN_COMPLEX = "score_in_complex"     # of variants of a complex, whose score is that of binding
 SCORED_BY = "scored_by"
+# That of a combination, which is of a scan.
+SUM_OF_SINGLES = "sum_of_singles"
 
 
 def names_in_result(columns: list[str]) -> dict[str, str]:
     """{column of a table: its name in table_text}: of a column that has the name of a result,
     such as the scores of MaveDB, or of an earlier call, it is another."""
     names = {column: column for column in columns}
-    for column in (SCORE, SCORED_BY):
+    for column in (SCORE, IN_COMPLEX, SCORED_BY):
         if column in names:
             free = f"table_{column}"
             while free in names.values():
@@ -36,27 +39,29 @@ def names_in_result(columns: list[str]) -> dict[str, str]:
     return names
 
 
-def table_text(proteins: list[Protein], scores: list[np.ndarray], scored_by: str,
+def table_text(proteins: list[Protein], results: dict[str, list[np.ndarray]], scored_by: str,
                folder: Path) -> str:
-    """CSV of the variants, protein by protein: their own columns, their score, and by which weights
-    it is. Columns that name the protein come first if the variants lack them, as those of a list
-    do; for columns of the names of results see names_in_result. Paths are relative to `folder`, as
-    those of a table in it."""
+    """CSV of the variants, protein by protein: their own columns, the results, such as their score,
+    and by which weights these are. Columns that name the protein come first if the variants lack
+    them, as those of a list do; for columns of the names of results see names_in_result. Paths are
+    relative to `folder`, as those of a table in it.
+
+    results: {column: of each protein (n,) of its variants}."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     columns = list(proteins[0].variants[0].cells)
     added = [name for name in naming_cells(proteins[0], folder) if name not in columns]
-    writer.writerow([*added, *names_in_result(columns).values(), SCORE, SCORED_BY])
+    writer.writerow([*added, *names_in_result(columns).values(), *results, SCORED_BY])
     files = {variant.pdb_file for protein in proteins for variant in protein.variants}
     paths = {file: relative_path(file, folder) for file in files - {None}}
-    for protein, scores_of_variants in zip(proteins, scores):
+    for protein, *results_of_variants in zip(proteins, *results.values()):
         own = naming_cells(protein, folder)
-        for variant, score in zip(protein.variants, scores_of_variants):
+        for variant, *values in zip(protein.variants, *results_of_variants):
             cells = dict(variant.cells)
             if variant.pdb_file is not None:
                 cells["pdb_file"] = paths[variant.pdb_file]
-            writer.writerow([*(own[name] for name in added), *cells.values(), written(score),
-                             scored_by])
+            writer.writerow([*(own[name] for name in added), *cells.values(),
+                             *map(written, values), scored_by])
     return text.getvalue()
 
 
@@ -69,10 +74,29 @@ def naming_cells(protein, folder):
     """{column: text} that name a protein, as in a table in a folder."""
     if protein.has_structure:
         path = relative_path(Path(protein.structure.name), folder)
-        return {"pdb_file": path, "chain": protein.chain}
+        if protein.partners:
+            return {"pdb_file": path, "partners": partners_of(protein)}
+        chains = protein.complex.design     # the column names one, and texts name those of several
+        return {"pdb_file": path, "chain": chains[0] if len(chains) == 1 else ""}
     if "sequence" in protein.variants[0].cells:
         return {}
     return {"name": protein.name}
+
+
+def partners_of(protein: Protein) -> str:
+    """The chains of the two partners, as in the column `partners`."""
+    return "_".join(join_chains(partner.design) for partner in protein.partners)
+
+
+def label_of(protein: Protein) -> str:
+    """A text on a protein and its mutated chains."""
+    chains = partners_of(protein) if protein.partners else " ".join(protein.complex.design)
+    return f"{protein.name} {chains}"
+
+
+def join_chains(names):
+    """HL, or AA,BB of names of several characters."""
+    return ("" if all(len(name) == 1 for name in names) else ",").join(names)
 
 
 def relative_path(path, folder):
@@ -112,7 +136,7 @@ def correlate_proteins(proteins: list[Protein], scores: list[np.ndarray],
     measured = []
     for protein in proteins:
         for variant in protein.variants:
-            names.append(f"{protein.name} {protein.chain}")
+            names.append(label_of(protein))
             measured.append(sign * variant.measured)
     is_measured = np.isfinite(measured)
     return correlate(np.concatenate(scores)[is_measured], np.array(measured)[is_measured],

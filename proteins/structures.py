@@ -100,6 +100,11 @@ class Structure:
             parts += [chain_name, chain.S, chain.X]
         self.key = content_key(*parts)
 
+    @property
+    def protein_chains(self) -> list[str]:
+        """Sorted names of the chains with a resolved residue."""
+        return sorted(name for name, chain in self.chains.items() if chain.resolved.any())
+
 
 class Complex:
     """Chains of a structure in the order of the official tensors.
@@ -136,6 +141,10 @@ class Complex:
 
     def __len__(self) -> int:
         return len(self.S)
+
+    def first_row(self, name: str) -> int:
+        """The first row of a designed chain."""
+        return int(np.searchsorted(self.chain_id, self.design.index(name) + 1))
 
     def rows(self, design: list[str]) -> np.ndarray:
         """(n_designed,) int64: row of each position when chains are joined in order of `design`."""

@@ -3,6 +3,7 @@
     nats = residue_scores(sedd, "MKTAYIAKQ")                    # -ln p of each residue: (L,)
     scores = variant_scores(sedd, "MKTAYIAKQ", [[(0, 0)], [(0, 0), (2, 19)]])
     scores = score_proteins(sedd, ["MKTAYIAKQ", "GSHHW"], [[[(0, 0)]], [[(3, 1)], [(4, 1)]]])
+    nats, residues = masked_nll(sedd, Proteins.from_sequences([encode("MKTAYIAKQ")]), samples=8)
 
 The score of a variant is ln p(mutant letter) - ln p(wild-type letter), summed over the mutated
 positions, all masked at once, given the rest of the wild type: above 0 if the model prefers the
@@ -18,6 +19,9 @@ import torch
 from ddp_setup import Ddp, all_sum
 from ddp_watch import note_progress
 from proteins.letters import X_ID, encode
+from proteins.seeds import keyed_generator
+from proteins.sequences import Proteins, collate
+from sedd.batches import batches_within
 from training.precision import autocast
 
 
@@ -44,17 +48,30 @@ def predict_letters(sedd, rows, tokens=16384, dtype=torch.float32, ddp=None):
     log_probs = torch.zeros(int(ends[-1]), X_ID)
     size = max(tokens // rows.shape[1], 1)
     for first in range(ddp.rank * size, len(rows), ddp.world_size * size):
-        part = torch.from_numpy(rows[first:first + size]).long().to(ddp.device)
-        is_mask = part == mask_id
-        # The noise level at which this share is masked on average.
-        share = is_mask.float().mean(1).clamp(max=0.99)
-        with autocast(dtype, ddp):
-            log_scores = sedd.model(part, -torch.log1p(-share), None, is_mask)
-        log_p = torch.log_softmax(log_scores[is_mask][:, :X_ID], -1).cpu()
+        part = torch.from_numpy(rows[first:first + size]).long()
+        log_p = log_probs_at_masks(sedd, part, None, dtype, ddp)
         end = ends[first:first + size][-1]
         log_probs[end - len(log_p):end] = log_p
         note_progress()
     return all_sum(log_probs, ddp).double().numpy()
+
+
+def log_probs_at_masks(sedd, xt, real, dtype, ddp):
+    """ln p of each letter at the masks of xt (B, L): (masks, 20), on the CPU, row by row.
+
+    real: (B, L) bool, False under padding; None if there is no padding."""
+    xt = xt.to(ddp.device)
+    is_mask = xt == sedd.graph.mask_id
+    if real is None:
+        share = is_mask.float().mean(1)
+    else:
+        real = real.to(ddp.device)
+        share = is_mask.sum(1) / real.sum(1)
+    # The noise level at which this share is masked on average.
+    sigma = -torch.log1p(-share.clamp(max=0.99))
+    with autocast(dtype, ddp):
+        log_scores = sedd.model(xt, sigma, real, is_mask)
+    return torch.log_softmax(log_scores[is_mask][:, :X_ID], -1).cpu()
 
 
 def residue_scores(sedd, sequence, **how):
@@ -152,3 +169,55 @@ def batches_by_places(variants, size):
     groups = list(groups.values())
     return [list(itertools.chain.from_iterable(groups[first:first + size]))
             for first in range(0, len(groups), size)]
+
+
+@torch.no_grad()
+def masked_nll(sedd, proteins: Proteins, samples, tokens=16384, dtype=torch.float32, ddp=None):
+    """-ln p of masked residues given the unmasked ones, and their number: what the perplexity of
+    order-agnostic models is computed from. Collective if ddp is given.
+
+    Of a protein of L residues L + 1 - t are masked, at random places, t uniform over 1 .. L - 1: so
+    from 2 to L are. Masked residues of unknown letter (X) do not count. Masks are seeded by the
+    protein alone. Source: Alamdari et al. 2023 (EvoDiff), bioRxiv 2023.09.11.556673.
+
+    Args:
+        samples: sets of masks of each protein; their sizes are evenly spread over 2 .. L.
+        tokens: positions in a batch, padding included.
+    Returns: (nats, residues), each (n, samples) float64, of each protein and set: the perplexity of
+        all is exp(nats.sum() / residues.sum()). Each protein is computed on one rank; all get the
+        same result, whatever their number.
+    """
+    ddp = ddp or Ddp(device=next(sedd.model.parameters()).device)
+    mask_id = mask_of(sedd)
+    nats = torch.zeros(len(proteins), samples, dtype=torch.float64)
+    residues = torch.zeros(len(proteins), samples, dtype=torch.float64)
+    batches = batches_within(proteins.lengths, proteins.lengths.max(initial=tokens))
+    for indices in batches[ddp.rank::ddp.world_size]:
+        x0, real = collate(proteins.subset(indices))
+        for k in range(samples):
+            masked = draw_masks(proteins, indices, k, samples, x0.shape)
+            xt = torch.where(masked, mask_id, x0)
+            log_p = log_probs_at_masks(sedd, xt, None if real.all() else real, dtype, ddp).double()
+            target = x0[masked]
+            known = target != X_ID
+            # X has no probability of its own: any letter's stands in for it, and does not count.
+            of_target = log_p.gather(1, target.where(known, 0)[:, None])[:, 0]
+            own_row = masked.nonzero()[:, 0]
+            index = torch.from_numpy(indices)[own_row]
+            nats[:, k].index_add_(0, index, -of_target * known)
+            residues[:, k].index_add_(0, index, known.double())
+            note_progress()
+    return all_sum(nats, ddp).numpy(), all_sum(residues, ddp).numpy()
+
+
+def draw_masks(proteins, indices, k, samples, shape):
+    """Set k of `samples` sets of masks, see masked_nll, of the proteins of a batch of this shape:
+    (B, L) bool."""
+    masked = torch.zeros(shape, dtype=torch.bool)
+    for row, i in enumerate(indices.tolist()):
+        length = int(proteins.lengths[i])
+        generator = keyed_generator("masks", int(proteins.keys[i]), k)
+        place = (k + float(torch.rand((), generator=generator, dtype=torch.float64))) / samples
+        number = min(2 + int(place * (length - 1)), length)    # a single residue is masked
+        masked[row, torch.randperm(length, generator=generator)[:number]] = True
+    return masked

@@ -30,6 +30,7 @@ import ddp_guard  # noqa: E402
 import test_aurora_ddp  # noqa: E402, F401
 import test_dtype  # noqa: E402, F401
 import train_dpo_ddp  # noqa: E402, F401
+import train_mpnn_ddp  # noqa: E402, F401
 import train_sedd_ddp  # noqa: E402, F401
 
 codes = {}      # {process: exit code} of those that have ended

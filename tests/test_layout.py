@@ -14,9 +14,9 @@ import pytest
 
 from launchers import FOLDERS, ROOT, code_files
 
-SCRIPTS = {"train_sedd_ddp", "train_dpo_ddp", "test_aurora_ddp", "test_dtype", "sample_sedd",
-           "sample_proteinmpnn", "score_mutations", "prepare_uniref50", "pairs_from_scores",
-           "plot_run"}
+SCRIPTS = {"train_sedd_ddp", "train_dpo_ddp", "train_mpnn_ddp", "test_aurora_ddp", "test_dtype",
+           "sample_sedd", "sample_proteinmpnn", "score_mutations", "prepare_uniref50",
+           "pairs_from_scores", "plot_run"}
 TO_COPY = {"ddp_setup", "ddp_watch", "ddp_guard"}    # with torch, without the rest of the project
 
 # Folder, or "" for the scripts in the root: what of the project its files may import.

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import itertools
 import shutil
 import sys
 from pathlib import Path
@@ -211,6 +212,7 @@ def test_each_of_several_weights_has_the_correction_of_its_own_training(tuned, s
                                             abs=2e-5)
     assert rows[0]["scored_by"] == "run/tuned.pt - other.pt; w.pt"
     assert "scored by w.pt: no correction\n" in said
+    assert said.count("ATTENTION: found scores with and without a correction") == 1
 
 
 @pytest.mark.parametrize("options, fits", [
@@ -241,7 +243,8 @@ def test_without_the_base_of_its_training_nothing_is_scored(record, said, model,
 
 
 @pytest.mark.parametrize("other", [
-    ["--seed", "1"], ["--orders", "5"], ["--mutable_positions", "A10-A11"], ["--top", "3"]])
+    ["--seed", "1"], ["--orders", "5"], ["--mutable_positions", "A10-A11"], ["--top", "3"],
+    ["--top", "3", "--combine", "2"]])
 def test_what_ranks_have_to_share_changes_with(other, folder):
     inputs = []
     for options in ([], other):
@@ -300,6 +303,138 @@ def test_the_correlation_with_a_measured_column_is_printed(options, sign, score)
 def test_rows_of_one_variant_are_told(score):
     _, err = score("mutation,ddg\nK11W,1\nA13G,2\nK11W,4\n", "one.pdb", "--measured", "ddg")
     assert "3 rows are 2 variants (each row counts); those of one differ by up to 3" in err
+
+
+# ---- binding, copies ----
+
+def column(rows, name="score"):
+    """{(chain, mutation): number} of a result."""
+    return {(row.get("chain", ""), row["mutation"]): float(row[name]) for row in rows}
+
+
+def test_a_scan_of_binding_is_three_scans_by_hand(command):
+    """The complex, and each partner alone; by two weights and three orders."""
+    options = ["two.pdb", "--scan", "--orders", "3", "--also", "other.pt"]
+    rows, said = command("w.pt", *options, "--partners", "A_B")
+    in_complex = column(command("w.pt", *options)[0])
+    alone = {}
+    for chain in "AB":
+        alone |= column(command("w.pt", *options, "--chains", chain, "--fixed_chains")[0])
+    assert column(rows, "score_in_complex") == pytest.approx(in_complex, abs=2e-5)
+    by_hand = {key: in_complex[key] - alone[key] for key in in_complex}
+    assert column(rows) == pytest.approx(by_hand, abs=3e-5)
+    assert max(map(abs, by_hand.values())) > 0.1 and len(rows) == 2 * 209
+    assert {row["partners"] for row in rows} == {"A_B"}
+    assert "binding of A_B" in said and "the unfolded state cancels" in said
+
+
+def test_variants_of_both_partners_are_three_lists_by_hand(score):
+    variants = ["A:K11W:B:A13G", "B:T12A:A:M10G:A:Y14A", "KB11W", "A:K11W"]
+    in_complex = scores_of(score("\n".join(variants[:2]), "two.pdb")[0])
+    rows, _ = score("\n".join(variants), "two.pdb", "--partners", "B_A")
+    of_a = scores_of(score("K11W\nM10G:Y14A\n", "two.pdb", "--chains", "A", "--fixed_chains")[0])
+    of_b = scores_of(score("A13G\nT12A\n", "two.pdb", "--chains", "B", "--fixed_chains")[0])
+    assert [row["mutation"] for row in rows] == variants
+    assert {(row["pdb_file"], row["partners"]) for row in rows} == {("two.pdb", "B_A")}
+    assert [float(row["score_in_complex"]) for row in rows[:2]] == pytest.approx(in_complex,
+                                                                                 abs=2e-5)
+    expected = np.subtract(in_complex, np.add(of_a, of_b))
+    assert scores_of(rows[:2]) == pytest.approx(expected, abs=4e-5)
+
+
+def test_a_table_of_binding_is_that_of_its_lists(score):
+    table = "id,pdb_file,partners,mutations\n1,two.pdb,A_B,KA11W\n2,two.pdb,A_B,\"KA11W,AB13G\"\n"
+    rows, _ = score(table)
+    of_list, _ = score("KA11W\nKA11W:AB13G\n", "two.pdb", "--partners", "A_B")
+    assert list(rows[0]) == ["id", "pdb_file", "partners", "mutation", "score",
+                             "score_in_complex", "scored_by"]
+    for name in ("score", "score_in_complex"):
+        assert [row[name] for row in rows] == [row[name] for row in of_list]
+
+
+def test_a_correction_cancels_in_the_score_of_binding(tuned, score):
+    text = "KA11W\nA:K11W:B:A13G\n"
+    rows, said = score(text, "two.pdb", "--partners", "A_B", weights=tuned)
+    plain, _ = score(text, "two.pdb", "--partners", "A_B", "--no_correction", weights=tuned)
+    assert scores_of(rows) == pytest.approx(scores_of(plain), abs=3e-5)
+    alone = score_alone(load_proteinmpnn("other.pt").eval(), complex_of("two.pdb", "A", "B"),
+                        [[(1, 18)], [(1, 18), (14, 5)]])
+    of_complex = [[float(row["score_in_complex"]) for row in some] for some in (rows, plain)]
+    assert np.subtract(*of_complex) == pytest.approx(-alone, abs=3e-5)
+    assert {row["scored_by"] for row in rows} == {"run/tuned.pt (in the complex - other.pt)"}
+
+
+def test_measured_binding_is_compared_complex_by_complex(score, folder):
+    (folder / "other.pdb").write_text((folder / "two.pdb").read_text().replace("GLN", "GLU"))
+    lines = [f"{file},A_B,K{chain}11{letter},{number % 7}\n" for file in ("two.pdb", "other.pdb")
+             for number, letter in enumerate("ACDEFGHILN") for chain in "AB"]
+    _, said = score("pdb_file,partners,mutation,ddg\n" + "".join(lines), "--measured", "ddg")
+    assert "40 mutations of 2 protein(s)" in said
+    assert " two.pdb A_B, 20 mutations" in said and " other.pdb A_B, 20 mutations" in said
+
+
+def test_the_best_binders_keep_their_score_in_the_complex(command):
+    options = ["w.pt", "two.pdb", "--scan", "--partners", "A_B"]
+    scan, _ = command(*options)
+    rows, _ = command(*options, "--top", "3", "--per_position", "19")
+    assert rows == sorted(scan, key=lambda row: -float(row["score"]))[:3]
+    combined, _ = command(*options, "--top", "4", "--combine", "2", "--orders", "1")
+    assert all(row["score_in_complex"] and row["sum_of_singles"] for row in combined)
+
+
+def test_combinations_of_both_partners_are_scored_as_in_a_table(command):
+    rows, _ = command("w.pt", "two.pdb", "--scan", "--partners", "A_B", "--top", "8", "--combine",
+                      "2", "--out", "c.csv")
+    again, _ = command("w.pt", "--mutations", "c.csv")
+    of_both = ["A:" in row["mutation"] and "B:" in row["mutation"] for row in again]
+    assert any(of_both) and [not row["chain"] for row in again] == of_both
+    assert all(row["score"] == row["table_score"] for row in again)
+
+
+@pytest.mark.parametrize("options", [["--copies"], ["--copies", "A", "B"]])
+def test_a_mutation_of_copies_is_that_of_all_of_them(options, score, command):
+    by_name, _ = score("A:K11W:B:K11W\nA:A13G:B:A13G:A:M10G:B:M10G\n", "two.pdb")
+    rows, _ = score("K11W\nA13G:M10G\n", "two.pdb", *options)
+    assert scores_of(rows) == pytest.approx(scores_of(by_name), abs=2e-5)
+    scan, _ = command("w.pt", "two.pdb", "--scan", *options)
+    assert len(scan) == 209
+    one, = [row for row in scan if row["mutation"] == "K11W"]
+    assert float(one["score"]) == pytest.approx(scores_of(by_name)[0], abs=2e-5)
+
+
+def test_a_scan_of_the_interface_has_residues_near_the_other_side_alone(command, folder):
+    """Of two helices in the shape of a V, 9 Angstrom apart at one end."""
+    atoms = Atoms()
+    for chain, angle in (("A", 0.0), ("B", 0.5)):
+        X = build_backbone(*zip(*[PHI_PSI["helix"]] * len(NATIVE)))
+        X = X - X[:1, :1]
+        turn = np.array([[np.cos(angle), np.sin(angle)], [-np.sin(angle), np.cos(angle)]])
+        X = np.concatenate([X[..., :2] @ turn, X[..., 2:] + (9 if chain == "B" else 0)], -1)
+        for i, letter in enumerate(NATIVE):
+            atoms.add(chain, 10 + i, NAMES[LETTERS.index(letter)], xyz=X[i])
+    (folder / "v.pdb").write_text(atoms.pdb())
+    chains = read_structure("v.pdb").chains
+    near = np.linalg.norm(chains["A"].X.reshape(-1, 1, 3) - chains["B"].X.reshape(1, -1, 3),
+                          axis=-1).reshape(11, 4, 11, 4).min((1, 3)) <= 7
+    expected = {("A", str(10 + i)) for i in np.flatnonzero(near.any(1))}
+    expected |= {("B", str(10 + i)) for i in np.flatnonzero(near.any(0))}
+    options = ["w.pt", "v.pdb", "--scan", "--partners", "A_B"]
+    rows, _ = command(*options, "--interface", "7")
+    every, _ = command(*options)
+    assert {(row["chain"], row["mutation"][1:-1]) for row in rows} == expected
+    assert 2 < len(expected) < 22
+    assert rows == [row for row in every if (row["chain"], row["mutation"][1:-1]) in expected]
+
+
+def test_copies_are_combined_and_compared_with_a_table_of_copies(command, folder):
+    options = ["w.pt", "two.pdb", "--scan", "--copies"]
+    first, *_ = order_of(command(*options)[0])
+    (folder / "t.csv").write_text(f"{first}\n")
+    rows, _ = command(*options, "--top", "3", "--unmeasured", "t.csv")
+    assert len(rows) == 3 and first not in [row["mutation"] for row in rows]
+    combined, _ = command(*options, "--top", "4", "--combine", "2", "--out", "c.csv")
+    again, _ = command("w.pt", "--mutations", "c.csv", "--copies")
+    assert [row["score"] for row in again] == [row["table_score"] for row in again]
 
 
 # ---- SEDD ----
@@ -417,6 +552,8 @@ def test_a_model_needs_a_mask(score, folder):
 @pytest.mark.parametrize("arguments", [
     ["w.pt", "two.pdb", "--scan", "--also", "other.pt", "--correct_unfolded", "--orders", "3"],
     ["w.pt", "two.pdb", "--scan", "--top", "30", "--unmeasured", "measured.csv"],
+    ["w.pt", "two.pdb", "--scan", "--top", "9", "--combine", "2", "--orders", "1"],
+    ["w.pt", "two.pdb", "--scan", "--partners", "A_B", "--also", "other.pt", "--orders", "3"],
     ["sedd.pt", "--mutations", "t.csv", "--measured", "ddg", "--tokens", "9"]])
 def test_two_ranks_write_and_say_what_one_does(arguments, folder, command):
     (folder / "t.csv").write_text(TABLE + "GSHHW,A1W,1,g\n")
@@ -479,6 +616,13 @@ score_mutations.main()
      "the result would overwrite two.pdb"),      # though no variant of it fits
     ("M9A\nK10A\nT11A\nA12G\n", "one.pdb", "With every number 1 larger, all do"),
     ("K11W\n", "one.pdb --bfloat16", "found --bfloat16 with weights of ProteinMPNN"),
+    ("KA11W\n", "two.pdb --partners A_B --interface 8", "found --interface without --scan"),
+    ("KA11W\n", "two.pdb --partners A_B --fixed_chains", "found --fixed_chains with --partners"),
+    ("KA11W\n", "two.pdb --partners A_A", "A"),
+    ("KA11W\n", "two.pdb --partners AB", "AB"),
+    ("KA11W\n", "two.pdb --partners A_Z", "Z"),
+    ("pdb_file,partners,mutation\ntwo.pdb,A_B,KA11W\ntwo.pdb,,KA11W\n", "",
+     "whose scores do not compare"),
     ("mutation,ddg\nK11W,1\nK11G,\nK11A,2\n", "one.pdb --measured ddg --out o.csv",
      "found 2 variants with a value in the column ddg"),
     (TABLE, "", "m.csv has sequences; expected structures for weights of ProteinMPNN")])
@@ -495,6 +639,11 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(text, options, said
     (TABLE, "--also w.pt", "found --also with weights of SEDD"),
     (TABLE, "--no_correction", "found --no_correction with weights of SEDD"),
     (TABLE, "--orders 2", "found --orders with weights of SEDD"),
+    ("KA11W\n", "two.pdb --partners A_B", "found --partners with weights of SEDD"),
+    ("KA11W\n", "two.pdb --copies", "found --copies with weights of SEDD"),
+    ("pdb_file,partners,mutation\ntwo.pdb,A_B,KA11W\n", "",
+     "found two.pdb with partners, whose binding is scored, and weights of SEDD"),
+    ("A:K11W:B:A13G\n", "two.pdb", "in the chains A B together, and weights of SEDD"),
     (TABLE, "--chains A", "found --chains with sequences"),
     (TABLE, "--measured ddG", "m.csv has no column ddG"),
     (TABLE.replace("-0.5", ""), "--measured note", "found 'a' as note; expected a number"),
@@ -524,6 +673,8 @@ def test_a_run_folder_of_proteinmpnn_is_refused_with_the_file_to_give(command, f
     ("w.pt --scan", "found --scan without a protein"),
     ("w.pt one.pdb --scan --measured ddg", "found --measured with --scan"),
     ("none.pt one.pdb --scan", "there is no file none.pt"),
+    ("w.pt two.pdb --scan --interface 8", "found --interface without --scan and --partners"),
+    ("w.pt two.pdb --scan --partners A_B --interface 0", "expected a distance above 0 Angstrom"),
     ("one.pdb one.pdb --scan", "one.pdb cannot be read"),
     ("w.pt one.pdb --scan --out p.png --picture ./p.png", "the picture would overwrite the table"),
     ("sedd.pt one.pdb wild.fasta --scan", "structures and sequences"),
@@ -577,8 +728,51 @@ def test_the_protein_is_known_in_a_copy_of_its_file(command, folder):
     assert len(rows) == 208
 
 
+@pytest.mark.parametrize("weights, protein", [("w.pt", "one.pdb"), ("sedd.pt", "wild.fasta")])
+def test_the_best_combinations_are_proposed_by_their_scores_as_wholes(
+        weights, protein, command, score):
+    """Those of all pairs, scored as a list, in order, with each mutation in at most two of 8."""
+    scan, _ = command(weights, protein, "--scan")
+    single = {row["mutation"]: float(row["score"]) for row in scan}
+    best = {}
+    for mutation in single:
+        number = mutation[1:-1]
+        best[number] = max(best.get(number, mutation), mutation, key=single.get)
+    pairs = [":".join(pair) for pair in itertools.combinations(best.values(), 2)]
+    rows, _ = score("\n".join([*best.values(), *pairs]), protein, weights=weights)
+    joint = {row["mutation"]: float(row["score"]) for row in rows}
+    expected = []
+    for mutation in sorted(joint, key=joint.get, reverse=True):
+        taken = ":".join(expected).split(":")
+        if len(expected) < 8 and all(taken.count(part) < 2 for part in mutation.split(":")):
+            expected.append(mutation)
+    rows, said = command(weights, protein, "--scan", "--top", "8", "--combine", "2")
+    assert [row["mutation"] for row in rows] == expected
+    assert scores_of(rows) == pytest.approx([joint[mutation] for mutation in expected], abs=2e-5)
+    sums = [sum(map(single.get, mutation.split(":"))) for mutation in expected]
+    assert [float(row["sum_of_singles"]) for row in rows] == pytest.approx(sums, abs=5e-5)
+    assert f"of the best {len(best)} mutations, one a residue" in said.replace("\n ", "")
+
+
+def test_combinations_of_a_scan_that_is_measured_as_a_whole_are_proposed(command, folder):
+    command("w.pt", "one.pdb", "--scan", "--out", "t.csv")
+    options = ["w.pt", "one.pdb", "--scan", "--top", "4", "--combine", "3", "--unmeasured"]
+    rows, _ = command(*options, "t.csv")
+    assert min(row["mutation"].count(":") for row in rows) >= 1
+    with open("t.csv", "a") as file:
+        file.write(f"one.pdb,A,{rows[0]['mutation']},0,x\n")
+    again, _ = command(*options, "t.csv")
+    assert len(again) == len(rows) and rows[0] not in again
+
+
 @pytest.mark.parametrize("table, options, said", [
     ("K11W\n", "one.pdb --scan --unmeasured t.csv", "found --unmeasured without --top"),
+    ("K11W\n", "one.pdb --scan --combine 2", "found --combine without --top"),
+    ("K11W\n", "one.pdb --scan --top 4 --combine 1", "found --combine 1; expected 2 to 5"),
+    ("K11W\n", "one.pdb --scan --top 4 --combine 6", "found --combine 6; expected 2 to 5"),
+    ("K11W\n", "one.pdb --scan --top 4 --combine 2 --per_position 2",
+     "found --per_position with --combine"),
+    ("K11W\n", "one.pdb --mutations t.csv --combine 2", "found --combine without --top"),
     ("K11W\n", "one.pdb --scan --per_position 2", "found --per_position without --top"),
     ("K11W\n", "one.pdb --mutations t.csv --top 2", "found --top with --mutations"),
     ("K11W\n", "one.pdb --scan --top 0", "found --top 0; expected at least 1"),
@@ -637,6 +831,22 @@ def test_without_matplotlib_a_picture_is_refused_at_once(command, monkeypatch, f
     _, said = command("w.pt", "one.pdb", "--scan", "--picture", "p.png", "--out", "s.csv", code=2)
     assert "pip install matplotlib" in said
     assert not (folder / "s.csv").exists()
+
+
+@pytest.mark.parametrize("partners, said", [
+    ([], "score, nats"), (["--partners", "A_B"], "score of binding, nats")])
+def test_a_picture_says_of_what_the_scores_are(partners, said, command, monkeypatch, extras):
+    pytest.importorskip("matplotlib")
+    texts = []
+
+    def read_texts(figure, *_):
+        texts.extend(axis.get_ylabel() for axis in figure.axes)
+        texts.extend(axis.get_title(loc="left") for axis in figure.axes)
+
+    monkeypatch.setattr("proteins.pictures.save_figure", read_texts)
+    command("w.pt", "two.pdb", "--scan", *partners, "--picture", "p.png")
+    assert sum(said in text for text in texts) == 1
+    assert sum("binding of A_B" in text for text in texts) == (2 if partners else 0)
 
 
 @pytest.mark.slow

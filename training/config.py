@@ -216,8 +216,9 @@ class CommonOptim:
         "none", help="of lr and warmup with the global batch; {cap: 4}: linear up to 4 times")
     base_global_batch: int | None = key(None, least=1,
                                         help="that lr was chosen for; unit: see --plan")
-    decay: Literal["none", "linear", "cosine", "wsd"] = key(
-        "none", help="of the learning rate; wsd: linear in a last part of the run")
+    decay: Literal["none", "linear", "cosine", "wsd", "noam"] = key(
+        "none", help="of the learning rate; wsd: linear in a last part of the run; noam: with "
+                     "1 / sqrt(step) after the warm-up, to no end")
     decay_steps: float | None = key(None, above=0,
                                     help="last steps that decay; below 1: fraction of n_iters; "
                                          "null: all after the warm-up, for wsd a fifth of n_iters")
@@ -271,14 +272,15 @@ def check_common(config) -> list[str]:
                                               and optim.scale["cap"] >= 1):
         problems.append(f"optim.scale is {optim.scale}; expected none, linear, sqrt or {{cap: N}} "
                         "with N of at least 1")
-    if optim.decay_steps is not None and optim.decay == "none":
-        problems.append(f"optim.decay_steps is {optim.decay_steps} with optim.decay none; expected "
-                        "decay linear, cosine or wsd. Without a decay give "
-                        "optim.decay_steps=null")
-    if optim.min_lr > 0 and optim.decay == "none":
-        problems.append(f"optim.min_lr is {optim.min_lr} with optim.decay none; expected a decay "
-                        "(linear, cosine or wsd), which ends there. Without one give "
-                        "optim.min_lr=0")
+    ends = optim.decay not in ("none", "noam")
+    if optim.decay_steps is not None and not ends:
+        problems.append(f"optim.decay_steps is {optim.decay_steps} with optim.decay "
+                        f"{optim.decay}; expected decay linear, cosine or wsd. Without one of "
+                        "these give optim.decay_steps=null")
+    if optim.min_lr > 0 and not ends:
+        problems.append(f"optim.min_lr is {optim.min_lr} with optim.decay {optim.decay}; expected "
+                        "a decay (linear, cosine or wsd), which ends there. Without one of these "
+                        "give optim.min_lr=0")
     elif optim.min_lr > 0 and optim.min_lr > optim.lr:
         problems.append(f"optim.min_lr is {optim.min_lr} and optim.lr {optim.lr}; expected at most "
                         "lr")

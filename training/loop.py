@@ -10,10 +10,10 @@
         ...                                                      # step, if totals.is_finite
         reason, save_due = after_step(run, totals, watch, ddp)   # to stop here, or ""
 
-train_sedd_ddp.py and train_dpo_ddp.py call these functions, and add their own config, loss, data
-and evaluation. An optimizer step takes a global batch, which consists of micro-batches. Their
-number is fixed at the start of a run. The ranks share them, by gradient accumulation, so the
-gradient is the same for every number of ranks:
+The training scripts call these functions, and add their own config, loss, data and evaluation. An
+optimizer step takes a global batch, which consists of micro-batches. Their number is fixed at the
+start of a run. The ranks share them, by gradient accumulation, so the gradient is the same for
+every number of ranks:
 
     4 micro-batches    on 1 rank    0 1 2 3        on 3 ranks    0 | 1 | 2 3
                        on 2 ranks   0 1 | 2 3      on 4 ranks    0 | 1 | 2 | 3
@@ -66,13 +66,16 @@ def rate_share(step, warmup, n_iters, optim) -> float:
     It rises linearly, to 1 in step number `warmup`. With an optim.decay it falls over the last
     optim.decay_steps of n_iters steps (below 1: that fraction of n_iters; None: all steps after the
     warm-up), towards optim.min_lr / optim.lr. "wsd" (warm-up, stable, decay: Hu et al. 2024, arXiv
-    2404.06395) is "linear" whose default is the fraction WSD_SHARE.
+    2404.06395) is "linear" whose default is the fraction WSD_SHARE. "noam" (Vaswani et al. 2017,
+    arXiv 1706.03762) falls with 1 / sqrt(step) after the warm-up, whatever n_iters is.
 
     optim: the config's section; `scale` multiplies its lr and min_lr alike, so their ratio stays.
     """
     rise = min((step + 1) / max(warmup, 1), 1.0)
     if optim.decay == "none":
         return rise
+    if optim.decay == "noam":
+        return min(rise, math.sqrt(max(warmup, 1) / (step + 1)))
     decay_steps = length_of_decay(optim)
     if decay_steps is None:
         length = n_iters - warmup
@@ -432,14 +435,16 @@ def record_score(run, score, values, ddp) -> bool:
     """Note an evaluation's score in run.progress. Returns: is it the best so far? Rank 0 decides.
 
     After training.patience evaluations without a better score, the run is marked as finished.
-    score: lower is better. values: metrics by name; those named val/... are kept with the best."""
+    score: lower is better. values: metrics by name; those named val/... and other/... are kept with
+    the best."""
     progress = run.progress
     training = run.config.training
     best = progress["best"]
     improved = broadcast(best is None or score < best["score"], ddp)
     progress["bad_evals"] = 0 if improved else progress["bad_evals"] + 1
     if improved:
-        validated = {name: value for name, value in values.items() if name.startswith("val/")}
+        validated = {name: value for name, value in values.items()
+                     if name.startswith(("val/", "other/"))}
         progress["best"] = {"step": progress["step"], "score": score, **validated}
     if training.patience is not None and progress["bad_evals"] >= training.patience:
         progress["finished"] = "early stop"

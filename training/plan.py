@@ -154,6 +154,8 @@ def decay_name(optim, lr) -> str:
     """Text on the decay of the learning rate, to append to a line; "" for none. lr: full rate."""
     if optim.decay == "none":
         return ""
+    if optim.decay == "noam":
+        return "; noam decay, with 1 / sqrt(step)"
     length = length_of_decay(optim) or 0
     if length == 0:
         over = "all steps after the warm-up"

@@ -2,8 +2,9 @@
 
 SEDD: loss with validation and what letter frequencies alone give, learning rate, throughput, norm
 of the gradient. DPO: loss, correlation with the measured values, accuracy, margins and rewards,
-recovery, KL divergence. A panel is drawn if at least one run has its metrics; how the steps went
-(TECHNICAL) only if one is no short run.
+recovery, KL divergence. ProteinMPNN on structures: loss and recovery, also of other structures. A
+panel is drawn if at least one run has its metrics; how the steps went (TECHNICAL) only if one is no
+short run.
 """
 import math
 from pathlib import Path
@@ -17,13 +18,15 @@ from training.log import read_rows
 # curves: pale, with a running mean. Style "level..." is for constants: a horizontal line.
 PANELS = (
     ("loss", "nats (pretraining: per residue)",
-     {"loss": "~", "val/loss": "o-", "val/unigram": "level:", "val/exact": "level--"}),
+     {"loss": "~", "val/loss": "o-", "other/loss": "o--", "val/unigram": "level:",
+      "val/exact": "level--"}),
     ("ranks of measured values", "Spearman's correlation",
      {"val/spearman": "o-", "spearman": "o--"}),
     ("rewards", "nats", {"val/rewards/chosen": "-", "val/rewards/rejected": "--"}),
     ("accuracy", "share of pairs", {"rewards/accuracies": "~", "val/rewards/accuracies": "o-"}),
     ("margin of the rewards", "nats", {"rewards/margins": "~", "val/rewards/margins": "o-"}),
-    ("recovery of native sequences", "share of residues", {"val/recovery": "o-"}),
+    ("recovery of native sequences", "share of residues",
+     {"val/recovery": "o-", "accuracy": "~", "val/accuracy": "o-", "other/accuracy": "o--"}),
     ("KL from the reference", "nats per residue", {"val/kl": "o-"}),
     ("learning rate", "", {"lr": "-"}),
     ("throughput", "residues per second", {"residues_per_second": "-"}),

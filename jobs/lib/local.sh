@@ -34,8 +34,8 @@ read_words() {   # read_words WORD...: sets `words`: those of ARGS and these, wi
   for word in "$@"; do
     case $word,$previous in
       --config* | --nproc_per_node*) fail "$word: give the config as CONFIG=..., ranks first" ;;
-      --*data*=* | data.*=* | --init_from=*) path=${word#*=} ;;
-      *,--*data* | *,--init_from) path=$word ;;
+      --*data*=* | --*structures=* | data.*=* | --init_from=*) path=${word#*=} ;;
+      *,--*data* | *,--*structures | *,--init_from) path=$word ;;
       *) path='' ;;
     esac
     if [ -n "$path" ] && [ -e "$called_from/$path" ]; then

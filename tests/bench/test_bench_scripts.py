@@ -68,6 +68,7 @@ def stand_in(folder):
 
 @pytest.mark.parametrize("name, words, rows", [
     ("stability.sh", ["ddg.csv", "ddg.csv", "fitness.csv", "1aaa_A.pdb"], 5),
+    ("esm_msr.sh", ["ddg.csv"], 3),
     ("rounds.sh", ["fitness.csv", "fitness"], 4)])
 def test_the_commands_of_a_script_are_understood(name, words, rows, folder, stand_in, monkeypatch):
     code, out, err = run_script(name, words, folder, PYTHON=stand_in, SIZES="12 24")
@@ -81,6 +82,21 @@ def test_the_commands_of_a_script_are_understood(name, words, rows, folder, stan
             module.read_arguments(argv)
         except (ValueError, OSError) as error:      # nothing was trained
             assert re.search("no file", str(error)), error
+
+
+def test_a_split_by_names_takes_the_domains_that_a_table_has(folder, stand_in):
+    """Of the training domains it has 1AOY and a mutant of 2KVV, of the test domains 1GJS."""
+    names = ["pdbs/1aoy_A_7-75.pdb.gz", "2KVV_A_8-68_K50S.pdb", "pdbs/1gjs_A_18-62.pdb.gz",
+             "1aaa_A.pdb"]
+    lines = [f"{name},A,A{row}C,0.5\n" for name in names for row in (3, 7)]
+    (folder / "some.csv").write_text("pdb_file,chain,mutation,ddg\n" + "".join(lines))
+    code, out, err = run_script("esm_msr.sh", ["some.csv"], folder, PYTHON=stand_in, FOLDER="split")
+    assert code == 0, err
+    assert "trained on 2 of 97 domains, tested on 1 of 112" in out
+    for side, expected in ("train", lines[:4]), ("test", lines[4:6]):
+        header, *rows = (folder / "split" / f"{side}.csv").read_text().splitlines()
+        assert header == "pdb_file,chain,mutation,ddg"
+        assert rows == [f"{folder}/{line.strip()}" for line in expected]
 
 
 def test_a_part_that_fails_does_not_keep_the_others_from_being_tried(folder, stand_in):

@@ -10,17 +10,20 @@ import torch
 from ddp_setup import Ddp
 from dpo.data import load_data
 from dpo.evaluation import METRICS, validate
+from dpo.memory import size_of
 from dpo.pair_scores import compute_base_scores, native_pairs, whole_natives
 from dpo.pairs import Pair
 from dpo.plan import Plan
 from dpo.reference import FrozenBase
 from dpo.variant_scores import VariantPass, correlate_variants, score_by_base
-from dpo.variant_sets import VariantSet, draw_pairs, draw_variants
+from dpo.variant_sets import VariantSet, draw_pairs, draw_variants, keys_of
 from mpnn.base import Base
 from mpnn.model import random_proteinmpnn, to_checkpoint
-from mpnn.variants import score_alone
+from mpnn.record import find_base, read_record
+from mpnn.binding import score_binding
+from mpnn.variants import Scoring, score_alone, variant_order
 from proteins.letters import AMINO_ACIDS, LETTERS, X_ID, decode
-from proteins.structures import NAMES, read_structure
+from proteins.structures import NAMES, Complex, read_structure
 from mpnn_cases import Atoms
 from test_train_dpo import SMALL, TINY, run, run_of, write_pairs
 from test_variants import random_complex
@@ -38,11 +41,21 @@ def config_of(**more):
     return load_config(Config, None, words({**TINY, **TABLE, "training.batch_size": 2}, **more))
 
 
-def set_of(structure, variants, wild_type=0.0):
+def set_of(structure, variants, wild_type=0.0, partners=()):
     """A VariantSet with made values."""
     values = np.random.default_rng(len(variants)).normal(size=len(variants) + 1)
     values[-1] = wild_type
-    return VariantSet("made", structure, variants, values)
+    return VariantSet("made", structure, variants, values, partners)
+
+
+def set_of_binding(length=11, second=8):
+    """A VariantSet of variants in one partner, in the other, and in both. Partner B comes first, so
+    that rows alone differ from those in the complex on either side."""
+    structure = random_complex(length, second=second).structure
+    whole = Complex(structure, ["A", "B"])
+    variants = [*letters_at(whole, 4)[:3], *letters_at(whole, length + 2)[:5],
+                [(3, 1), (length + 5, 2)], [(length, 3), (2, 5), (length + 2, 6)]]
+    return set_of(whole, variants, partners=(Complex(structure, ["B"]), Complex(structure, ["A"])))
 
 
 def letters_at(structure, row):
@@ -63,7 +76,8 @@ def small_sets():
         set_of(two, [*letters_at(two, 8)[:4], [(1, 0), (8, 5)], [(1, 2), (8, 5)],
                      [(0, 1), (5, 2), (9, 3)]]),
         set_of(three, letters_at(three, 0)[:3], wild_type=np.nan),
-        set_of(four, [[(2, 3), (4, 6)], [(2, 5), (4, 8)]])]
+        set_of(four, [[(2, 3), (4, 6)], [(2, 5), (4, 8)]]),
+        set_of_binding()]
 
 
 def networks(sets):
@@ -128,6 +142,39 @@ def test_the_scores_of_residues_alone_are_those_of_the_drawn_variants():
     assert score_by_base(base, drawn, config.loss).scores.tolist() == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("n_orders", [1, 2])
+def test_a_score_of_binding_in_training_is_that_of_scoring_in_the_same_orders(n_orders):
+    """Of the policy, and of the base weights as the reference; of residues alone it is 0."""
+    variant_set = set_of_binding()
+    policy, base = networks([variant_set])
+    config = config_of(loss__n_orders=n_orders)
+    drawn = draw_variants(variant_set, config, epoch=0)
+
+    def in_scoring_order(part):
+        return part._replace(orders=torch.cat([variant_order(part.S.shape[1], 3, number)
+                                               for number in range(n_orders)]))
+
+    drawn = in_scoring_order(drawn)._replace(
+        partners=[in_scoring_order(partner) for partner in drawn.partners])
+    graphs = [base.graph([key]) for key in keys_of(drawn)]
+    (output,) = VariantPass(policy)([drawn], [graphs])
+    for model, scores in ((policy, output.scores), (base.model, score_by_base(
+            base, drawn, config.loss).scores)):
+        expected, = score_binding(model.eval(), [variant_set.complex], [variant_set.partners],
+                                  [variant_set.variants], Scoring(n_orders, 3))
+        assert scores[:-1].tolist() == pytest.approx(expected.binding, abs=1e-5)
+        assert np.abs(expected.binding - expected.in_complex).min() > 1e-3
+    unfolded = config_of(loss__reference="unfolded").loss
+    assert not score_by_base(base, drawn, unfolded).scores.any()
+
+
+def test_a_partner_that_no_drawn_variant_changes_is_not_scored():
+    variant_set = set_of_binding()
+    variant_set.values[3:] = np.nan         # what is left is in A
+    drawn = draw_variants(variant_set, config_of(), epoch=0)
+    assert [partner.complex_key for partner in drawn.partners] == [variant_set.partners[1].key]
+
+
 def test_an_unknown_native_letter_does_not_count_in_what_validation_tells_of_natives():
     structure = random_complex(14)
     structure.S[6] = X_ID
@@ -146,7 +193,7 @@ def test_pairs_weighed_by_their_difference_count_by_it():
                                   torch.float32)
         _, weighed = loss_of_tables(VariantPass(policy), batch, base,
                                     config_of(table__weigh=True), Ddp(), torch.float32)
-        output, = VariantPass(policy)([protein], [base.graph([protein.complex_key])])
+        output, = VariantPass(policy)([protein], [[base.graph([protein.complex_key])]])
     chosen = output.scores[protein.better].double().numpy()
     values = variant_set.values[protein.numbers]
     difference = values[protein.better] - values[protein.worse]
@@ -165,7 +212,7 @@ def plain_loss(policy, batch, base, config, sets):
     for protein in batch["proteins"]:
         variant_set = next(one for one in sets if one.key == protein.key)
         variants = [*variant_set.variants, []]
-        scores = [[plain_score(model, variant_set, variants[number], protein.orders)
+        scores = [[plain_binding(model, variant_set, variants[number], protein)
                    for number in protein.numbers.tolist()] for model in (policy, base.model)]
         terms = []
         for better, worse in zip(protein.better.tolist(), protein.worse.tolist()):
@@ -196,11 +243,26 @@ def plain_kl(policy, base, variant_set, protein):
     return (log_p.exp() * (log_p - log_q[counted])).sum(-1).mean()
 
 
-def plain_score(model, variant_set, variant, orders):
+def plain_binding(model, variant_set, variant, protein):
+    """The score of a variant, less that of its part in each partner by the partner's own rows."""
+    whole = variant_set.complex
+    score = plain_score(model, whole, variant, protein.orders)
+    for structure in variant_set.partners:
+        name, = structure.design
+        first = whole.rows([name])[0]
+        own = [(row - first, letter) for row, letter in variant
+               if whole.chain_id[row] == whole.design.index(name) + 1]
+        orders = [partner.orders for partner in protein.partners
+                  if partner.complex_key == structure.key]
+        if own:
+            score = score - plain_score(model, structure, own, orders[0])
+    return score
+
+
+def plain_score(model, structure, variant, orders):
     """ln p(mutant) - ln p(wild type) of the mutated residues, last in an order, () float64."""
     if not variant:
         return torch.zeros((), dtype=torch.float64)
-    structure = variant_set.complex
     encoding = plain_encoding(model, structure)
     mutated = sorted(row for row, _ in variant)
     total = 0.0
@@ -264,7 +326,7 @@ def test_validation_is_the_same_mean_over_proteins_as_training():
     run = run_of(config, policy, base, sets, loss_of_tables)
     run.model = VariantPass(policy)
     values = validate(run, Ddp())
-    batch = run.validation.make_batch([0, 1, 2, 3])
+    batch = run.validation.make_batch(range(len(sets)))
     losses = [loss.item() for loss in plain_loss(policy, batch, base, config, sets)]
     weights = [variant_set.weight for variant_set in sets]
     assert values["val/loss"] == pytest.approx(np.average(losses, weights=weights), rel=1e-4)
@@ -344,13 +406,39 @@ def test_of_several_tables_all_that_cannot_be_read_are_named(tmp_path):
     assert str(two) in str(caught.value) and "none.csv" in str(caught.value)
 
 
-def test_a_resumed_run_on_tables_equals_an_uninterrupted_one(tmp_path, capsys):
-    often = dict(training__eval_freq=3, training__snapshot_freq=3, table__most_pairs=300,
-                 training__accum=1, loss__native_kl=0.1, data__val_data=write_table(tmp_path))
-    run(config_for(tmp_path, training__n_iters=5, **often), tmp_path / "whole")
-    run(config_for(tmp_path, training__n_iters=3, **often), tmp_path / "parts")
+def write_binding(folder, name="binding.csv"):
+    """Write a table of binding of three complexes of 9 and 7 residues, and the complexes. The first
+    two are of group g."""
+    write_pairs(folder, 16)
+    lines = ["pdb_file,partners,mutations,ddg,group"]
+    for number in range(3):
+        chain = read_structure(folder / f"s{number}.pdb").chains["A"]
+        atoms = Atoms()
+        for row in range(16):
+            atoms.add("AB"[row > 8], row, NAMES[chain.S[row]], xyz=chain.X[row])
+        (folder / f"b{number}.pdb").write_text(atoms.pdb())
+        one, other = (f"{LETTERS[chain.S[row]]}{'AB'[row > 8]}{row}" for row in (3, 12))
+        for place, letter in enumerate("ACDEW"):
+            for text in (f"{one}{letter}", f"{other}{letter}", f"{one}{letter},{other}{letter}"):
+                if f"{one[0]}{letter}" not in ("AA", "CC", "DD", "EE", "WW") and other[0] != letter:
+                    lines.append(f"b{number}.pdb,A_B,\"{text}\",{place - len(text) / 9},"
+                                 f"{'g' if number < 2 else 'h'}")
+    (folder / name).write_text("\n".join(lines) + "\n")
+    return folder / name
+
+
+@pytest.mark.parametrize("of_binding", [False, True])
+def test_a_resumed_run_on_tables_equals_an_uninterrupted_one(of_binding, tmp_path, capsys):
+    """One of them on a table of stability and one of binding together."""
+    table = write_table(tmp_path)
+    tables = f"[{table},{write_binding(tmp_path)}]" if of_binding else table
+    settings = dict(training__eval_freq=3, training__snapshot_freq=3, table__most_pairs=300,
+                    training__accum=1, loss__native_kl=0.1, data__train_data=tables,
+                    data__val_data=tables)
+    run(config_of(training__n_iters=5, **settings), tmp_path / "whole")
+    run(config_of(training__n_iters=3, **settings), tmp_path / "parts")
     capsys.readouterr()
-    run(config_for(tmp_path, training__n_iters=5, **often), tmp_path / "parts")
+    run(config_of(training__n_iters=5, **settings), tmp_path / "parts")
     assert "step 0" not in capsys.readouterr().out
     same_run(tmp_path / "whole", tmp_path / "parts")
 
@@ -420,7 +508,7 @@ def test_validation_scores_no_more_variants_of_several_mutations_than_training(m
         numbers.extend(len(of_protein) for of_protein in variants)
         return [np.arange(len(of_protein), dtype=float) for of_protein in variants]
 
-    monkeypatch.setattr("dpo.variant_scores.score_proteins", scores_of_zero)
+    monkeypatch.setattr("mpnn.binding.score_proteins", scores_of_zero)
     correlate_variants(policy, base, [variant_set], config_of(table__most_several=12), Ddp())
     assert numbers == [12]
 
@@ -456,14 +544,15 @@ def test_a_table_that_cannot_be_used_is_refused_and_leaves_nothing(tmp_path):
         (base + "table.csv", "loss.unit=table"),
         (base + "table.csv" + unit + " loss.sft=1", "loss.sft is 1.0"),
         (base + "one.csv" + unit + " data.val_fraction=0.1", "data.val_fraction=0 to train"),
-        (base + "table.csv" + unit + " data.max_length=9", "data.max_length is 9"),
+        (base + "table.csv" + unit + " data.max_length=9", "more rows than data.max_length 9"),
         (base.partition(" --train_data")[0] + unit, "data.train_data is not given"),
         (base + "table.csv" + unit.replace("ddg", "dG"), "dG"),
         (base + "table.csv" + unit + " table.margin=100", "table.margin 100"),
         (base + "table.csv one.csv ./table.csv" + unit, "data.train_data names a file twice"),
         (base + "equal.csv" + unit, "no two variants"),
         (base + "unmeasured.csv" + unit, "no two variants"),
-        (base + "sequence.csv" + unit, "no column pdb_file")], tmp_path)
+        (base + "sequence.csv" + unit, "no column pdb_file"),
+        (base + "table.csv" + unit + " table.group=cluster", "no column cluster")], tmp_path)
 
 
 # ---- held out ----
@@ -502,6 +591,92 @@ def test_relatives_of_less_identity_than_asked_for_may_be_on_both_sides(tmp_path
     ends = [{decode(variant_set.complex.S[20:]) for variant_set in side}
             for side in (data.train, data.val)]
     assert ends[0] & ends[1]
+
+
+def test_proteins_of_a_group_are_on_one_side_whatever_their_sequences(tmp_path):
+    """Each of the 8 families has a group with the next one, and so with all but the last two."""
+    lines = write_families(tmp_path).read_text().splitlines()
+    grouped = [f"{lines[0]},cluster"]
+    for line in lines[1:]:
+        family = int(line[1])
+        # A protein has a row of each of its two groups.
+        name = f"g{(family + int(line[-1]) % 2) // 2}" if family < 6 else ""
+        grouped.append(f"{line},{name}")
+    (tmp_path / "t.csv").write_text("\n".join(grouped) + "\n")
+    settings = dict(data__train_data=tmp_path / "t.csv", data__val_fraction=0.4)
+    data = load_data(config_of(table__group="cluster", **settings))
+    sides = [{variant_set.name[1] for variant_set in side} for side in (data.train, data.val)]
+    assert set("012345") <= sides[0] or set("012345") <= sides[1]
+    said = " ".join(data.description)
+    assert "(of 3; " in said and "none of 4 groups on both sides" in said
+    data = load_data(config_of(**settings))
+    sides = [{variant_set.name[1] for variant_set in side} for side in (data.train, data.val)]
+    assert set("012345") & sides[0] and set("012345") & sides[1], "the groups have no effect"
+
+
+@pytest.mark.parametrize("of_binding", [False, True])
+def test_after_training_on_binding_weights_are_corrected_as_before(of_binding, tmp_path):
+    """The first training is in a folder of its own, and started from a file beside that. After a
+    second one on stability the correction is by the weights of the first."""
+    torch.save(to_checkpoint(random_proteinmpnn(3, **SMALL)), tmp_path / "w.pt")
+    table = write_table(tmp_path)
+    second = write_binding(tmp_path) if of_binding else table
+    settings = {**TABLE, "data.val_fraction": 0, "training.n_iters": 1, "training.batch_size": 1,
+                "loss.reference": "unfolded"}
+    for data, start, folder in ((table, "w.pt", "one"), (second, "one/latest_model.pt", "x/two")):
+        run(load_config(Config, None, words({
+            **settings, "data.train_data": data, "model.base_model_name": tmp_path / start})),
+            tmp_path / folder)
+    path = tmp_path / "x" / "two" / "latest_model.pt"
+    record = read_record(torch.load(path, weights_only=True), path)
+    name, _ = find_base(record, path)
+    assert record.is_corrected
+    assert name.endswith("w.pt" if of_binding else "one/latest_model.pt")
+
+
+def test_validation_ranks_variants_of_binding_by_the_score_of_binding():
+    variant_set = set_of_binding()
+    policy, base = networks([variant_set])
+    scores, = score_binding(policy.eval(), [variant_set.complex], [variant_set.partners],
+                            [variant_set.variants], Scoring(1, 0))
+    variant_set.values[:-1] = scores.binding
+    for reference in ("base", "unfolded"):
+        config = config_of(loss__reference=reference)
+        assert correlate_variants(policy, base, [variant_set], config, Ddp()) == pytest.approx(1)
+
+
+def test_the_plan_counts_the_partners_in_the_memory_of_a_complex():
+    """Of 2 x 19 residues, of which 6 are mutated, each also alone."""
+    size = size_of(set_of_binding())
+    assert (size.residues, size.mutated) == (38, 12)
+
+
+def test_structures_that_are_longer_than_asked_for_are_left_out_and_told(tmp_path):
+    write_binding(tmp_path)
+    tables = f"[{write_table(tmp_path)},{tmp_path / 'binding.csv'}]"
+    data = load_data(config_of(data__train_data=tables, data__val_fraction=0, data__max_length=14))
+    assert [variant_set.name for variant_set in data.train] == ["s0.pdb", "s1.pdb", "s2.pdb"]
+    assert "data.max_length 14: 3 structures: b0.pdb (16)" in " ".join(data.description)
+
+
+def test_a_mutation_is_put_into_all_copies_of_its_chain_if_asked_for(tmp_path):
+    chain = random_complex(12).structure.chains["A"]
+    atoms = Atoms()
+    for name in "AB":
+        for row in range(12):
+            xyz = chain.X[row] + 9 * "AB".index(name)
+            atoms.add(name, row + 1, NAMES[chain.S[row]], xyz=xyz)
+    (tmp_path / "dimer.pdb").write_text(atoms.pdb())
+    native = LETTERS[chain.S[3]]
+    mutants = [letter for letter in "ACDEFG" if letter != native]
+    (tmp_path / "t.csv").write_text("pdb_file,chain,mutation,ddg\n" + "".join(
+        f"dimer.pdb,A,{native}4{letter},{number}\n" for number, letter in enumerate(mutants)))
+    mutated = {}
+    for copies in (False, True):
+        variant_set, = load_data(config_of(data__train_data=tmp_path / "t.csv",
+                                           data__val_fraction=0, table__copies=copies)).train
+        mutated[copies] = {tuple(row for row, _ in variant) for variant in variant_set.variants}
+    assert mutated == {False: {(3,)}, True: {(3, 15)}}
 
 
 def test_proteins_in_training_and_validation_are_named(tmp_path):

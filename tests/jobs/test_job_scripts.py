@@ -507,7 +507,8 @@ def test_a_wrong_word_behind_local_sh_is_refused_before_anything_is_installed(wo
 @pytest.mark.parametrize("script, words", [
     ("train_sedd_ddp.py", "--datafile x optim.lr=1 --init_timeout -1 --fresh --help"),
     ("train_sedd_ddp.py", "--work_dir=x --plan 1,2 --device cpu model.dropout=0.1"),
-    ("train_dpo_ddp.py", "--lr 1 --num_epochs 2 --mutable_ranges 1-5 6-7 --no_cuda x=1 --beta 1")])
+    ("train_dpo_ddp.py", "--lr 1 --num_epochs 2 --mutable_ranges 1-5 6-7 --no_cuda x=1 --beta 1"),
+    ("train_mpnn_ddp.py", "--structures pdbs --other_structures x --base_model_name v_48_020")])
 def test_words_that_a_training_script_knows_reach_it_from_local_sh(script, words, project):
     shutil.copytree(ROOT / "configs", project / "configs")
     words = words.split()
@@ -525,6 +526,17 @@ def test_local_sh_looks_for_each_of_several_data_files_where_it_was_called(proje
                   SCRIPT="train_dpo_ddp.py")
     expected = ["--train_data", str(tmp_path / "one.csv"), str(tmp_path / "two.csv"),
                 "--measured", "one.csv"]
+    assert shlex.split(result.stdout)[-len(expected):] == expected, result.text
+
+
+def test_local_sh_looks_for_structures_where_it_was_called(project, tmp_path):
+    shutil.copytree(ROOT / "configs", project / "configs")
+    (tmp_path / "pdbs").mkdir()
+    words = "--structures pdbs --other_structures=pdbs --val_structures absent"
+    result = bash(tmp_path, project / "jobs/local.sh", *words.split(), DRY_RUN=1,
+                  SCRIPT="train_mpnn_ddp.py", CONFIG="configs/mpnn.yaml")
+    expected = ["--structures", str(tmp_path / "pdbs"), f"--other_structures={tmp_path / 'pdbs'}",
+                "--val_structures", "absent"]
     assert shlex.split(result.stdout)[-len(expected):] == expected, result.text
 
 

@@ -33,6 +33,16 @@ def test_three_trainings_have_a_base_and_a_folder_each_and_the_words_given(tmp_p
                        for name in ("v_48_020", "v_48_010", "v_48_030")]
 
 
+def test_three_trainings_go_on_from_the_three_weights_of_another_call(tmp_path):
+    lines = said_by_script(tmp_path, FROM="my runs/a", FOLDER="b")
+    trained = []
+    for line in lines[:3]:
+        before, _, after = line.partition(" --base_model_name ")
+        trained.append(after.partition(" --work_dir "))
+    assert trained == [(f"my runs/a/{name}/latest_model.pt", " --work_dir ", f"b/{name}")
+                       for name in ("v_48_020", "v_48_010", "v_48_030")]
+
+
 @pytest.mark.parametrize("words", ["--work_dir x", "--base_model_name=w.pt", "--config c.yaml"])
 def test_a_folder_or_base_for_all_three_is_refused(words, tmp_path):
     done = subprocess.run(["bash", ROOT / "jobs" / "three_weights.sh", *words.split()],

@@ -2,7 +2,8 @@
 import numpy as np
 import pytest
 
-from proteins.identity import LONGEST_PART, hold_out_families, identity, known_letters
+from proteins.identity import (LONGEST_PART, hold_out_families, identity, identity_of_parts,
+                               known_letters, relatives)
 from proteins.letters import AMINO_ACIDS
 
 WHOLE = "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQ"      # 33 residues
@@ -153,6 +154,36 @@ def test_a_family_at_least_is_on_each_side(fraction, expected):
     rng = np.random.default_rng(0)
     sequences = [drawn(rng, 30) for _ in range(4)]
     assert hold_out_families(sequences, fraction, SHARE).is_held_out.sum() == expected
+
+
+def mutant(rng, sequence, share):
+    """The sequence with other letters at a share of places, and a few residues out and in."""
+    letters = [rng.choice(list(AMINO_ACIDS)) if rng.random() < share else letter
+               for letter in sequence]
+    return "".join([*letters[:40], *letters[45:100], *drawn(rng, 6), *letters[100:]])
+
+
+def test_of_many_sequences_those_are_aligned_that_share_words(monkeypatch):
+    rng = np.random.default_rng(5)
+    sequences = [drawn(rng, length) for length in range(150, 230, 2)]
+    sequences += [mutant(rng, sequence, 0.45) for sequence in sequences[:20]]
+    expected = relatives(sequences, SHARE)
+    assert len(expected) == 20
+    aligned = []
+
+    def align(parts, others):
+        aligned.append(0)
+        return identity_of_parts(parts, others)
+
+    monkeypatch.setattr("proteins.identity.identity_of_parts", align)
+    monkeypatch.setattr("proteins.identity.ALL_PAIRS", 3)
+    assert relatives(sequences, SHARE) == expected
+    assert len(aligned) < 60 * 59 / 2 / 10
+
+
+def test_sequences_shorter_than_a_word_share_none(monkeypatch):
+    monkeypatch.setattr("proteins.identity.ALL_PAIRS", 1)
+    assert relatives(["", "MK", WHOLE, WHOLE[1:]], SHARE) == [(3, 2)]
 
 
 def test_of_too_many_sequences_only_equal_ones_are_relatives(monkeypatch):

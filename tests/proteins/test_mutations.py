@@ -33,6 +33,12 @@ def test_several_variants_on_a_line_of_a_list_are_not_taken_as_one(line, tmp_pat
     assert "A12V:G45D:K3R" in message
 
 
+@pytest.mark.parametrize("line", ["A:H18A,B:K5E", "HA18A,KB5E", "HA18A,KB5E;"])
+def test_mutations_that_name_their_chains_are_one_variant_of_a_list(line, tmp_path):
+    variant, = read_mutations(write(tmp_path, f"{line}\n", "list.txt")).variants
+    assert texts(variant) == ["A:H18A", "B:K5E"]
+
+
 def test_several_mutations_in_a_cell_of_a_table_are_one_variant(small):
     path = write(small, 'mutation,ddg\n"M1A, K2R",1\n', "t.csv")
     assert [texts(variant) for variant in read_mutations(path).variants] == [["M1A", "K2R"]]
@@ -243,8 +249,8 @@ def test_a_chain_in_the_mutation_is_as_one_in_its_column(small):
 def test_a_column_that_names_another_chain_is_a_line_that_does_not_fit(small):
     path = write(small, f"{TABLE}small.pdb,A,MA1A,1\nsmall.pdb,A,MB1C,1\n", "t.csv")
     (protein,), note = place_all(read_mutations(path))
-    assert [texts(variant) for variant in protein.variants] == [["M1A"]]
-    assert "line 3: M1C: in chain A of small.pdb the mutation names chain B" in note
+    assert [texts(variant) for variant in protein.variants] == [["A:M1A"]]
+    assert "line 3: B:M1C: in chain A of small.pdb the mutation names chain B" in note
 
 
 def test_mutations_of_two_chains_are_not_placed_on_one_sequence(tmp_path):
@@ -298,7 +304,7 @@ def test_other_columns_are_known_in_any_case(small):
     path = write(small, "PDB file,Chain,Mutation,Context\nsmall.pdb,A,M1A,B\n", "t.csv")
     (protein,), _ = place_all(read_mutations(path), see_all=False)
     assert protein.chain == "A" and protein.complex.fixed == ("B",)
-    head = table_text([protein], [np.zeros(1)], "w", small).splitlines()[0]
+    head = table_text([protein], {"score": [np.zeros(1)]}, "w", small).splitlines()[0]
     assert head.startswith("pdb_file,chain,mutation,context,score")
 
 
@@ -415,7 +421,7 @@ def test_a_copy_of_a_structure_is_the_same_protein(small):
                  "t.csv")
     proteins, _ = place_all(read_mutations(path))
     assert [len(protein.variants) for protein in proteins] == [2]
-    rows = table_text(proteins, [np.zeros(2)], "v_48_020", small).splitlines()
+    rows = table_text(proteins, {"score": [np.zeros(2)]}, "v_48_020", small).splitlines()
     assert [row.partition(",")[0] for row in rows[1:]] == ["small.pdb", "copy.pdb"]
 
 

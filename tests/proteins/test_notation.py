@@ -5,12 +5,17 @@ import re
 import pytest
 
 from launchers import ROOT
-from proteins.notation import (DELETION, EMPTY, FRAMESHIFT, INSERTION, PLURALS, STOP, TWO_CHAINS,
-                               UNCHANGED, UNKNOWN, WILD_TYPE, UnreadableVariant, read_variant)
+from proteins.notation import (DELETION, EMPTY, FRAMESHIFT, INSERTION, PLURALS, STOP, UNCHANGED,
+                               UNKNOWN, WILD_TYPE, UnreadableVariant, read_variant)
 
 
 def texts(reading):
-    return [str(mutation) for mutation in reading.mutations]
+    """The mutations without their chains."""
+    return [str(mutation._replace(chain="")) for mutation in reading.mutations]
+
+
+def chains(reading):
+    return [mutation.chain for mutation in reading.mutations]
 
 
 def forms_of_the_page():
@@ -35,12 +40,13 @@ def test_a_form_in_the_docs_is_read_as_they_say(text, meaning):
         return
     assert not reading.left_out
     assert bool(reading.silent) == ("silent" in meaning)
-    assert reading.chain == ("A" if "chain A" in meaning else "")
+    expected = re.findall("in chain (.)", meaning) or [""]
+    assert list(dict.fromkeys(chains(reading))) == expected
     if meaning.startswith("residue"):
-        (_, number, _), = reading.mutations
+        (_, number, *_), = reading.mutations
         assert f"residue {number}" in meaning.split(", ")
     else:
-        assert texts(reading) == re.match("`([^`]*)`", meaning)[1].split(":")
+        assert texts(reading) == ":".join(re.findall("`([^`]*)`", meaning)).split(":")
 
 
 def test_the_docs_have_a_form_of_each_kind():
@@ -69,13 +75,20 @@ def test_variants_of_several_notations(text, expected):
 
 @pytest.mark.parametrize("text, chain, expected", [
     ("CH3S", "H", ["C3S"]), ("CH-3S", "H", ["C-3S"]), ("LI38aG", "I", ["L38aG"]),
-    ("Ch3S", "h", ["C3S"]), ("H:C3S,H:K4E", "H", ["C3S", "K4E"]), ("2:C3S", "2", ["C3S"]),
-    ("H.C3S_H.K4E", "H", ["C3S", "K4E"]), ("H:C3S:K4E", "H", ["C3S", "K4E"]),
-    ("CH3S:KH4E", "H", ["C3S", "K4E"]), ("H:p.Cys3Ser", "H", ["C3S"]),
+    ("Ch3S", "h", ["C3S"]), ("H:C3S,H:K4E", "HH", ["C3S", "K4E"]), ("2:C3S", "2", ["C3S"]),
+    ("H.C3S_H.K4E", "HH", ["C3S", "K4E"]), ("H:C3S,L:K4E", "HL", ["C3S", "K4E"]),
+    ("CH3S:KL4E", "HL", ["C3S", "K4E"]), ("CH3S,CL3S;", "HL", ["C3S", "C3S"]),
+    ("H.C3S_L.K4E", "HL", ["C3S", "K4E"]), ("H:C3S:L:K4E", "HL", ["C3S", "K4E"]),
+    ("A:C3S,B:K4K", "A", ["C3S"]), ("H:p.Cys3Ser", "H", ["C3S"]),
     ("CL3S:KL4K;", "L", ["C3S"]), ("c:C3S", "c", ["C3S"]), ("p:C3S", "p", ["C3S"])])
-def test_the_chain_may_be_in_the_mutation(text, chain, expected):
+def test_each_mutation_may_name_its_chain(text, chain, expected):
     reading = read_variant(text)
-    assert (reading.chain, texts(reading)) == (chain, expected)
+    assert ("".join(chains(reading)), texts(reading)) == (chain, expected)
+
+
+@pytest.mark.parametrize("text", ["H:C3S:K4E", "CH3S,K4E", "K4E,H:C3S"])
+def test_a_mutation_that_names_no_chain_does_not_take_that_of_another(text):
+    assert sorted(chains(read_variant(text))) == ["", "H"]
 
 
 @pytest.mark.parametrize("text, kind", [
@@ -87,7 +100,6 @@ def test_the_chain_may_be_in_the_mutation(text, chain, expected):
     ("ins_A30", INSERTION), ("C3_K4insGG", INSERTION), ("p.Cys3_Lys5dup", INSERTION),
     ("C3fs", FRAMESHIFT), ("C3Sfs*12", FRAMESHIFT), ("p.Ter90GlnextTer17", FRAMESHIFT),
     ("X3S", UNKNOWN), ("C3U", UNKNOWN), ("C3?", UNKNOWN), ("p.0", UNKNOWN), ("C3S:K4X", UNKNOWN),
-    ("A:C3S,B:C3S", TWO_CHAINS), ("CA3S;CB3S;", TWO_CHAINS),
     ("N/A", EMPTY), ("NaN", EMPTY), ("n.d.", EMPTY)])
 def test_what_is_no_substitution_has_a_kind(text, kind):
     reading = read_variant(text)
@@ -98,7 +110,8 @@ def test_what_is_no_substitution_has_a_kind(text, kind):
     "C3", "3S", "S", "c3s", "ch3s", "C3S4", "C3-S", "C 3 S", "C(3)S", "C3S:K4", "C3:K4E",
     "C3_0S", "1_0", "C\u0663S", "C\uff13S", "C\u00b3S", "=3S", "-3S", "?3S", "J3", "mutation",
     "C3S (het)", "wild types", "WT:C3S", "Abc3Ser", "C3extra", "C3S:K4Delta5", "c.524G>A",
-    "p.[Cys3Ser];[Lys4Glu]", "p.[Cys3Ser(;)Lys4Glu]", "C3S:C3S", "C3S:C3A", "C3S:C3C", "0.5"])
+    "p.[Cys3Ser];[Lys4Glu]", "p.[Cys3Ser(;)Lys4Glu]", "C3S:C3S", "C3S:C3A", "C3S:C3C", "0.5",
+    "A:C3S,A:C3D", "CA3S,CA3C", "A:CB3S"])
 def test_what_is_in_no_form_is_refused_with_its_text(text):
     with pytest.raises(ValueError) as caught:
         read_variant(text)

@@ -3,8 +3,8 @@ import numpy as np
 import pytest
 
 from proteins.mutations import place_on_sequences, read_mutations, scan_sequence
-from proteins.proposals import (MEASURED, PROPOSED, choose_proposals, in_order,
-                                keep_measured_chains, marks_of, measured_sites)
+from proteins.proposals import (MEASURED, PROPOSED, choose_proposals, keep_measured_chains,
+                                marks_of, measured_variants, proteins_of, values_of)
 
 WILD_TYPE = "MKTAY"
 
@@ -35,7 +35,7 @@ def scan():
 
 def test_the_highest_are_chosen_in_order_without_those_measured(scan, tmp_path):
     scores = scores_of(scan, T3W=5, K2A=7, Y5C=6, M1A=4)
-    measured = measured_sites(of_table(tmp_path, "Y5C", "T3G"))
+    measured = measured_variants(of_table(tmp_path, "Y5C", "T3G"))
     assert names([scan], choose_proposals([scan], [scores], measured, 3, 2)) == [
         "K2A", "T3W", "M1A"]
 
@@ -50,7 +50,7 @@ def test_all_that_are_left_are_chosen_if_more_are_asked_for(scan):
 
 
 def test_a_mutation_measured_beside_another_may_be_proposed_alone(scan, tmp_path):
-    measured = measured_sites(of_table(tmp_path, "K2A:T3W", "M1A"))
+    measured = measured_variants(of_table(tmp_path, "K2A:T3W", "M1A"))
     scores = scores_of(scan, K2A=9, M1A=8, T3W=7)
     assert names([scan], choose_proposals([scan], [scores], measured, 2, 1)) == ["K2A", "T3W"]
 
@@ -69,36 +69,40 @@ def test_a_protein_given_twice_is_proposed_once(scan):
 
 def test_proteins_that_the_table_does_not_have_are_left_out(scan, tmp_path):
     other = scan_sequence("other", "GGGG")
-    kept = keep_measured_chains([other, scan], of_table(tmp_path, "M1A"), "table.csv")
+    table = of_table(tmp_path, "M1A")
+    kept = keep_measured_chains([other, scan], table, "table.csv", measured_variants(table))
     assert [protein.name for protein in kept] == ["w"]
     assert len(kept[0].variants) == len(scan.variants)
 
 
 def test_a_table_of_another_protein_is_refused(scan, tmp_path):
     with pytest.raises(ValueError, match="none of a chain that is scanned"):
-        keep_measured_chains([scan], of_table(tmp_path, "M1A", sequence="MKTAW"), "table.csv")
+        keep_measured_chains([scan], of_table(tmp_path, "M1A", sequence="MKTAW"), "table.csv", ())
 
 
 def test_a_table_of_all_mutations_leaves_nothing_to_propose(scan, tmp_path):
     mutations = [str(variant.mutations[0]) for variant in scan.variants]
+    table = of_table(tmp_path, *mutations)
     with pytest.raises(ValueError, match="has all mutations of the scan"):
-        keep_measured_chains([scan], of_table(tmp_path, *mutations), "table.csv")
+        keep_measured_chains([scan], table, "table.csv", measured_variants(table))
 
 
 def test_proposals_of_several_proteins_are_in_one_order():
     proteins = [scan_sequence("a", "MK"), scan_sequence("b", "WY")]
     scores = [scores_of(proteins[0], M1A=3, K2A=1), scores_of(proteins[1], Y2A=2)]
     chosen = choose_proposals(proteins, scores, set(), 3, 1)
-    ranked, of_ranked = in_order(proteins, scores, chosen)
+    ranked = proteins_of(proteins, chosen)
+    of_ranked = values_of(scores, chosen)
     assert [(protein.name, str(protein.variants[0].mutations[0]), float(score[0]))
             for protein, score in zip(ranked, of_ranked)] == [
         ("a", "M1A", 3), ("b", "Y2A", 2), ("a", "K2A", 1)]
 
 
 def test_each_cell_is_marked_as_what_it_is(scan, tmp_path):
-    measured = measured_sites(of_table(tmp_path, "M1A", "Y5C"))
+    measured = measured_variants(of_table(tmp_path, "M1A", "Y5C"))
     scores = scores_of(scan, K2A=9)
-    marks, = marks_of([scan], measured, choose_proposals([scan], [scores], measured, 1, 1))
+    chosen = choose_proposals([scan], [scores], measured, 1, 1)
+    marks, = marks_of([scan], measured, proteins_of([scan], chosen))
     marked = {str(variant.mutations[0]): mark
               for variant, mark in zip(scan.variants, marks) if mark}
     assert marked == {"M1A": MEASURED, "Y5C": MEASURED, "K2A": PROPOSED}

@@ -1,5 +1,6 @@
 """sample_sedd.py: what comes out keeps its promises."""
 
+import itertools
 import math
 import os
 import re
@@ -17,8 +18,10 @@ from sedd_cases import NOISE, SIZES, TrueScores, draw_and_score, write_checkpoin
 from sedd.diffusion import make_graph, make_noise
 from sedd.weights import Sedd, export_sedd, load_sedd
 from proteins.letters import AMINO_ACIDS, N_TOKENS, encode
-from sedd.variants import (batches_by_places, predict_letters, residue_scores, score_proteins,
-                           variant_scores)
+from proteins.sequences import Proteins
+from sedd import variants as sedd_variants
+from sedd.variants import (batches_by_places, draw_masks, masked_nll, predict_letters,
+                           residue_scores, score_proteins, variant_scores)
 from training_runs import needs_pretended_device, on_ranks
 from training_runs import one_thread  # noqa: F401 (a fixture for all)
 
@@ -137,20 +140,25 @@ def test_a_scaffold_keeps_letters_and_draws_each_length_in_its_range():
         scaffold_templates("MKT(4)", 1, 0)
 
 
-def test_any_number_of_ranks_draws_and_scores_the_same(checkpoint, tmp_path, monkeypatch):
+def test_any_number_of_ranks_draws_and_scores_the_same(checkpoint, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     texts = {}
+    said = []
     words = {"fasta": ["--number", "9", "--steps", "4"], "tsv": ["--score", "1.fasta"]}
     for ranks, kind in ((1, "fasta"), (2, "fasta"), (4, "fasta"), (1, "tsv"), (2, "tsv")):
         out = tmp_path / f"{ranks}.{kind}"
         arguments = [str(checkpoint), "--tokens", "60", *words[kind], "--out", str(out)]
         if ranks == 1:
             cli(arguments)
+            printed = capsys.readouterr().err
         else:
             done = fork_ranks(ranks, [ROOT / "sample_sedd.py", *arguments], tmp_path)
             assert done.returncode == 0, done.text
+            printed = done.text
         assert out.read_text() == texts.setdefault(kind, out.read_text())
+        said += re.findall(r"masked residues, .*: (\S+) nats", printed)
     assert texts["fasta"].count(">") == 9
+    assert len(said) == 2 and said[0] == said[1]
 
 
 def test_ranks_with_other_files_are_refused(checkpoint, tmp_path):
@@ -238,6 +246,62 @@ def test_a_longer_sequence_is_scored_in_parts_if_asked(checkpoint):
 P = np.arange(1, 21) / 210     # of independent letters
 
 
+def proteins_of(*texts):
+    return Proteins.from_sequences([encode(text) for text in texts])
+
+
+def test_masked_residues_cost_what_all_masks_of_a_protein_say(checkpoint, monkeypatch):
+    """t is 1, 2 or 3, and 5 - t of the 4 residues are masked: of each number all masks."""
+    sedd = load_sedd(checkpoint)
+    row = torch.tensor(encode("MKWA").tolist())
+    sets = []
+    nats = 0.0
+    for number in (2, 3, 4):
+        places = list(itertools.combinations(range(4), number))
+        for masked in map(list, places):
+            xt = row.clone()
+            xt[masked] = sedd.graph.mask_id
+            share = min(number / 4, 0.99)
+            with torch.no_grad():
+                scores = sedd.model(xt[None], -torch.log1p(-torch.tensor([share])))[0, masked, :20]
+            log_p = scores - scores.logsumexp(-1, keepdim=True)
+            nats -= float(log_p[range(number), row[masked]].sum()) / len(places) / 3
+            sets += [masked] * (12 // len(places))     # so that each number has equally many
+
+    def one_of_all(proteins, indices, k, samples, shape):
+        chosen = torch.zeros(shape, dtype=torch.bool)
+        chosen[0, sets[k]] = True
+        return chosen
+
+    monkeypatch.setattr(sedd_variants, "draw_masks", one_of_all)
+    found, residues = masked_nll(sedd, proteins_of("MKWA"), len(sets))
+    assert found.sum() / residues.sum() == pytest.approx(nats / 3, rel=1e-5)
+
+
+def test_numbers_of_masks_are_even_from_two_to_all():
+    proteins = proteins_of("MKWA", "C")
+    sets = torch.stack([draw_masks(proteins, np.array([0, 1]), k, 300, (2, 4))
+                        for k in range(300)])
+    assert sets[:, 0].sum(1).bincount().tolist() == [0, 0, 100, 100, 100]
+    assert len(set(map(tuple, sets[:, 0].tolist()))) == 6 + 4 + 1
+    assert sets[:, 0].float().mean(0).tolist() == pytest.approx([0.75] * 4, abs=0.05)
+    assert sets[:, 1].tolist() == [[True, False, False, False]] * 300   # nothing of the padding
+
+
+def test_masked_residues_of_a_protein_depend_on_no_other(checkpoint):
+    sedd = load_sedd(checkpoint)
+    alone, _ = masked_nll(sedd, proteins_of("MKTAYIAK"), 4)
+    together, residues = masked_nll(sedd, proteins_of(LONG[:28], "MKTAYIAK"), 4)
+    assert together[1] == pytest.approx(alone[0], rel=1e-4)
+    assert (residues >= 2).all() and (residues <= [[28], [8]]).all()
+
+
+def test_a_masked_x_does_not_count():
+    nats, residues = masked_nll(exact_model(P), proteins_of("XXWXX"), 16)
+    assert 0 < residues.sum() < 16
+    assert nats == pytest.approx(-residues * np.log(P[encode("W")]), abs=1e-4)
+
+
 def test_each_position_is_scored_given_all_others():
     expected = -np.log(np.append(P, math.nan))[encode("ACDEXWY")]
     scores = residue_scores(exact_model(P), "ACDEXWY")
@@ -309,6 +373,9 @@ def test_the_commands_print_tables(checkpoint, tmp_path, capsys):
                      " ".join(err.split()))
     expected = [nats.sum() / 15, math.hypot(*errors) / 15, math.exp(nats.sum() / 15)]
     assert list(map(float, said.groups())) == pytest.approx(expected, rel=1e-3, abs=1e-4)
+    nats, residues = masked_nll(load_sedd(checkpoint), proteins_of("MKTAYIAKQ", "ACDXEFG"), 8)
+    mean = nats.sum() / residues.sum()
+    assert f": {mean:.4f} nats, perplexity {math.exp(mean):.3f}" in " ".join(err.split())
     cli([*words, "--samples", "1"])   # from which no error follows
     assert "nan" not in capsys.readouterr().err
     cli([*words, "--each_position"])
@@ -317,6 +384,14 @@ def test_the_commands_print_tables(checkpoint, tmp_path, capsys):
         file.write(">three\nMKV-A\n")
     # `refused` sees no output: all are looked at before the first is scored.
     assert "three: found '-' at position 4" in refused(capsys, *words, "--each_position")
+
+
+def test_the_uniform_graph_has_no_masked_residues(tmp_path, capsys):
+    (tmp_path / "p.fasta").write_text(">one\nMKTAYI\n")
+    path = write_checkpoint(tmp_path / "best.pt", "uniform")
+    cli([str(path), "--score", str(tmp_path / "p.fasta")])
+    assert "EvoDiff counts them: none, as the uniform graph has no mask" in " ".join(
+        capsys.readouterr().err.split())
 
 
 def test_batches_of_variants_do_not_change_their_scores(checkpoint):

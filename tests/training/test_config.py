@@ -207,6 +207,8 @@ def texts_on(*overrides):
     (["optim.decay_steps=5"], "optim.decay_steps is 5.0 with optim.decay none"),
     (["optim.decay_steps=0", "optim.decay=linear"], "optim.decay_steps is 0.0"),
     (["optim.min_lr=1e-5"], "optim.min_lr is 1e-05 with optim.decay none"),
+    (["optim.min_lr=1e-5", "optim.decay=noam"], "optim.min_lr is 1e-05 with optim.decay noam"),
+    (["optim.decay_steps=5", "optim.decay=noam"], "optim.decay_steps is 5.0 with optim.decay noam"),
     (["optim.min_lr=1", "optim.decay=wsd"], "optim.min_lr is 1.0 and optim.lr 0.001"),
     (["monitoring.wandb={projekt: a}"], "monitoring.wandb: key 'projekt' is 'projekt'"),
     (["optim.betas=[0.9, 1]"], "optim.betas is [0.9, 1.0]"),

@@ -62,6 +62,12 @@ def test_the_learning_rate_falls_to_min_lr(decay, expected):
     assert [lr / 0.8 for lr, _, _ in steps(run, 10)] == pytest.approx(expected)
 
 
+def test_noam_falls_with_the_square_root_of_the_step_after_the_warm_up():
+    run = toy(lr=0.8, warmup=4, decay="noam")
+    assert [lr / 0.8 for lr, _, _ in steps(run, 10)] == pytest.approx(
+        [1 / 4, 2 / 4, 3 / 4, *((4 / step)**0.5 for step in range(4, 11))])
+
+
 def test_min_lr_is_scaled_as_lr_is():
     """To the same fraction of the scaled rate."""
     run = toy(lr=0.8, decay="linear", min_lr=0.16)

@@ -7,6 +7,7 @@ from typing import Literal
 import pytest
 
 import train_dpo_ddp
+import train_mpnn_ddp
 import train_sedd_ddp
 from training.config import key, key_fields
 from training.parser import Parser, describe_keys
@@ -62,7 +63,7 @@ def test_the_usage_of_a_script_has_at_most_80_columns(monkeypatch):
     assert usage.count("A_LONG_NAME") == 5 and max(map(len, usage.split("\n"))) <= 80
 
 
-@pytest.mark.parametrize("script", [train_sedd_ddp, train_dpo_ddp])
+@pytest.mark.parametrize("script", [train_sedd_ddp, train_dpo_ddp, train_mpnn_ddp])
 def test_help_of_a_script_has_each_key_with_its_meaning_in_80_columns(script):
     lines = describe_keys(script.Config).split("\n")
     assert max(map(len, lines)) < 80

@@ -1,0 +1,452 @@
+"""Does train_mpnn_ddp.py train the right thing on any number of ranks, stop, go on and refuse?"""
+import math
+import shutil
+
+import gemmi
+import numpy as np
+import pytest
+import torch
+
+import train_mpnn_ddp
+from ddp_setup import Ddp, load_checkpoint
+from launchers import fork_ranks, need, run_ranks
+from mpnn.demo import PHI_PSI, build_backbone
+from mpnn.evaluation import Validation
+from mpnn.model import random_proteinmpnn, to_checkpoint
+from mpnn.record import RECORD, TrainingRecord, find_base, read_record
+from mpnn.weights import load_proteinmpnn
+from mpnn_cases import Atoms, write
+from proteins.letters import AMINO_ACIDS, X_ID
+from train_mpnn_ddp import (Config, Loss, Optim, describe_plan, micro_batch_loss, prepare,
+                            read_arguments)
+from training.config import load_config
+from training.loop import rate_share
+from training.optimizer import make_optimizer
+from training.resume import hash_of
+from training_runs import (  # noqa: F401 (the fixture one_thread)
+    ROOT, assert_refused, driver, losses, on_ranks, one_thread, prepare_and_train, rows, same_run,
+    timeless, words)
+
+SCRIPT = ROOT / "train_mpnn_ddp.py"
+SMALL = {"hidden_size": 16, "n_encoder": 1, "n_decoder": 1, "num_edges": 8}
+TINY = {"training.residues_per_batch": 100, "training.micro_batches": 4, "training.n_iters": 6,
+        "training.eval_freq": 3, "training.snapshot_freq": 3, "training.log_freq": 1,
+        "optim.lr": 3e-3, "optim.warmup": 2, "data.val_fraction": 0.3,
+        "memory.mixed_precision": "false", **{f"model.random.{k}": v for k, v in SMALL.items()}}
+
+
+def write_structure(folder, name, seed, sizes):
+    """A PDB file of chains of so many residues: ideal helices, shaken, 12 Angstrom apart."""
+    draw = np.random.default_rng(seed)
+    atoms = Atoms()
+    for k, (chain, n) in enumerate(zip("ABC", sizes)):
+        X = build_backbone(*zip(*[PHI_PSI["helix"]] * n)) + [0, 12.0 * k, 0]
+        X = X + draw.normal(0, 0.4, X.shape)
+        letters = "".join(draw.choice(list(AMINO_ACIDS), n))
+        names = gemmi.expand_one_letter_sequence(letters, gemmi.ResidueKind.AA)
+        for number, residue in enumerate(names, 1):
+            atoms.add(chain, number, residue, xyz=X[number - 1])
+    write(folder, atoms.pdb(), name)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """(14 structures of one or two chains, 3 others)."""
+    folder = tmp_path_factory.mktemp("structures")
+    other = tmp_path_factory.mktemp("others")
+    for k in range(14):
+        write_structure(folder, f"s{k}.pdb", k, [24 + k] if k % 2 else [24 + k, 30 - k])
+    for k in range(3):
+        write_structure(other, f"o{k}.pdb", 100 + k, [30, 21 + k])
+    return folder, other
+
+
+@pytest.fixture(scope="module")
+def cache(folders, tmp_path_factory):
+    """Settings that read the structures, once for all tests."""
+    folder, other = folders
+    file = tmp_path_factory.mktemp("cache") / "structures.pt"
+    return {"data.structures": folder, "data.other_structures": other, "data.cache": file}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A file of weights to start from."""
+    path = tmp_path_factory.mktemp("weights") / "base.pt"
+    torch.save(to_checkpoint(random_proteinmpnn(7, **SMALL)), path)
+    return path
+
+
+def tiny(cache, **more):
+    return load_config(Config, None, words({**TINY, **cache}, **more))
+
+
+def fine_tuning(base, **more):
+    """Settings that start from a file of weights, beside those of TINY."""
+    sizes = {f"model__random__{key}": getattr(Config().model.random, key) for key in SMALL}
+    return {"model__base_model_name": base, **sizes, **more}
+
+
+def run(config, work_dir, **options):
+    return prepare_and_train(train_mpnn_ddp, config, Ddp(), work_dir, **options)
+
+
+# ---- the loss ----
+
+def batch_and_run(cache, tmp_path, model=None, **more):
+    """(a micro-batch of all structures of a run without dropout and noise, the run)."""
+    config = tiny(cache, training__noise=0, model__dropout=0, **more)
+    ready = prepare(config, Ddp(), tmp_path / "w")
+    batch = ready.train_set[0, 0, 0, range(len(ready.train_set.items))]
+    ready.bare = ready.model = model or ready.model
+    return batch, ready
+
+
+def log_probs_of(model, batch):
+    """(U, L, 21), with gradients."""
+    graph = model.graph(batch["X"], batch["mask"], batch["residue_idx"], batch["chain_id"])
+    return model(graph, batch["S"], batch["order"])
+
+
+def published_loss(log_probs, S, chain_M, mask):
+    """The training loss as published: label smoothing over 21 letters, whose sum over the designed
+    residues is divided by a constant, 2,000. S: (U, L). chain_M, mask: (U, L) float."""
+    hot = torch.eye(21, dtype=log_probs.dtype)[S]
+    hot = hot + 0.1 / 21
+    hot = hot / hot.sum(-1, keepdim=True)
+    cross_entropy = -(hot * log_probs).sum(-1)
+    return (cross_entropy * mask * chain_M).sum() / 2000
+
+
+def test_loss_and_gradient_of_a_batch_are_the_published_ones_but_for_the_constant(cache, tmp_path):
+    """Of structures of several lengths, with padding; some with a chain that is not designed."""
+    batch, ready = batch_and_run(cache, tmp_path)
+    assert (batch["mask"] == 0).any() and (batch["chain_M"] < batch["mask"]).any()
+    parameters = list(ready.bare.parameters())
+    log_probs = log_probs_of(ready.bare, batch)
+    published = published_loss(log_probs, batch["S"], batch["chain_M"], batch["mask"])
+    expected = torch.autograd.grad(published, parameters)
+    total, sums = micro_batch_loss(ready.model, batch, ready, Ddp())
+    loss = total / batch["count"]
+    factor = 2000 / batch["count"]
+    assert loss.item() == pytest.approx(published.item() * factor, rel=1e-5)
+    for ours, theirs in zip(torch.autograd.grad(loss, parameters), expected, strict=True):
+        torch.testing.assert_close(ours, theirs * factor, rtol=1e-4, atol=1e-7)
+    assert sums[0].item() == pytest.approx(total.item())
+
+
+def test_a_residue_of_unknown_letter_does_not_count(cache, tmp_path):
+    batch, ready = batch_and_run(cache, tmp_path)
+    row, at = batch["counted"].nonzero()[3].tolist()
+    before, sums = micro_batch_loss(ready.model, batch, ready, Ddp())
+    log_probs = log_probs_of(ready.bare, batch).detach()
+    own = train_mpnn_ddp.smoothed_nll(log_probs, batch["S"], 0.1)[row, at]
+    batch["counted"][row, at] = 0
+    after, fewer = micro_batch_loss(ready.model, batch, ready, Ddp())
+    assert (before - after).item() == pytest.approx(own.item(), rel=1e-3)
+    assert sums[4] - fewer[4] == 1
+
+
+@pytest.mark.parametrize("smoothing, expected", [
+    (0.0, -math.log(0.6)),
+    # target: 1 + 0.21 / 21 and 0.21 / 21, divided by 1.21; 20 letters of 0.02 each
+    (0.21, -(1.01 * math.log(0.6) + 20 * 0.01 * math.log(0.02)) / 1.21)])
+def test_label_smoothing_at_numbers_computed_by_hand(smoothing, expected):
+    p = torch.full((1, 1, 21), 0.02, dtype=torch.float64)
+    p[..., 4] = 0.6
+    found = train_mpnn_ddp.smoothed_nll(p.log(), torch.tensor([[4]]), smoothing)
+    assert found.item() == pytest.approx(expected)
+
+
+def test_the_kl_term_is_the_divergence_from_the_base_weights(cache, tmp_path, base):
+    moved = random_proteinmpnn(8, **SMALL)
+    batch, ready = batch_and_run(cache, tmp_path, moved, loss__kl=0.7, **fine_tuning(base))
+    with_kl, sums = micro_batch_loss(moved, batch, ready, Ddp())
+    a = log_probs_of(load_proteinmpnn(base).eval(), batch)
+    b = log_probs_of(moved, batch)
+    divergence = torch.nn.functional.kl_div(b, a, log_target=True, reduction="none").sum(-1)
+    expected = (divergence * batch["counted"]).sum().item()
+    ready.base = None
+    without, _ = micro_batch_loss(moved, batch, ready, Ddp())
+    assert expected > 1 and (with_kl - without).item() == pytest.approx(0.7 * expected, rel=1e-4)
+    assert sums[3].item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_base_weights_compute_without_dropout_and_stay_as_they_were(cache, tmp_path, base):
+    config = tiny(cache, loss__kl=0.5, model__dropout=0.3, training__n_iters=2,
+                  **fine_tuning(base))
+    kept = []
+
+    def train(ready, ddp, watch):
+        result = train_mpnn_ddp.train(ready, ddp, watch)
+        kept.append(ready.base)
+        return result
+
+    prepare_and_train(train_mpnn_ddp, config, Ddp(), tmp_path / "w", train=train)
+    assert not kept[0].training
+    for weight, former in zip(kept[0].parameters(), load_proteinmpnn(base).parameters()):
+        assert torch.equal(weight, former) and weight.grad is None
+    last = rows(tmp_path / "w")[-1]
+    assert last["kl"] > 0
+
+
+# ---- optimizer and schedule ----
+
+@pytest.mark.parametrize("step", [1, 10, 4000, 10_000])
+def test_the_learning_rate_is_that_of_the_published_schedule(step):
+    optim = Optim()
+    published = 2 * 128**-0.5 * min(step**-0.5, step * 4000**-1.5)
+    share = rate_share(step - 1, optim.warmup, 20_000, optim)
+    assert optim.lr * share == pytest.approx(published, rel=1e-9)
+    from_file = load_config(Config, ROOT / "configs" / "mpnn.yaml").optim
+    assert from_file.lr == pytest.approx(optim.lr, rel=1e-8) and from_file.decay == optim.decay
+
+
+def test_the_optimizer_moves_weights_as_adam_does():
+    model = random_proteinmpnn(1, **SMALL)
+    other = random_proteinmpnn(1, **SMALL)
+    ours = make_optimizer(model, 1e-3, Optim())
+    adam = torch.optim.Adam(other.parameters(), lr=1e-3, betas=(0.9, 0.98), eps=1e-9)
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        for a, b in zip(model.parameters(), other.parameters(), strict=True):
+            a.grad = torch.randn(a.shape, generator=draw)
+            b.grad = a.grad.clone()
+        ours.step()
+        adam.step()
+    for a, b in zip(model.parameters(), other.parameters()):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+# ---- evaluation ----
+
+def test_validation_is_the_mean_over_all_residues_that_may_be_designed(cache, tmp_path):
+    """Each group of chains is designed once, beside the others; as if each was scored alone."""
+    config = tiny(cache)
+    ready = prepare(config, Ddp(), tmp_path / "w")
+    validation = ready.others
+    assert len(validation.items) == 6 and validation.n_structures == 3
+    model = ready.bare
+    nll = correct = n = 0
+    model.eval()
+    for item in validation.items:
+        alone = Validation(validation.structures, [item], 100)
+        batch = train_mpnn_ddp.make_batch(alone.structures, [item])
+        with torch.no_grad():
+            log_probs = log_probs_of(model, batch)
+        counted = batch["counted"].bool() & (batch["S"] != X_ID)
+        own = log_probs.gather(-1, batch["S"][..., None])[..., 0][counted]
+        nll -= own.double().sum().item()
+        correct += (log_probs.argmax(-1) == batch["S"])[counted].sum().item()
+        n += int(counted.sum())
+    model.train()
+    loss, accuracy = validation(model, Ddp())
+    assert n == int(validation.structures.lengths.sum()) and model.training
+    assert loss == pytest.approx(nll / n, rel=1e-6) and accuracy == pytest.approx(correct / n)
+
+
+def test_a_run_on_other_structures_tells_what_it_does_to_them(cache, tmp_path, base, capsys):
+    run(tiny(cache, **fine_tuning(base)), tmp_path / "w")
+    out = capsys.readouterr().out
+    _, _, table = out.partition("Finished")
+    lines = [line.split() for line in table.splitlines()]
+    heads = [line[0] for line in lines if line and line[0] in ("validation", "others", "before",
+                                                               "best", "latest")]
+    assert heads == ["validation", "before", "best", "latest", "others", "before", "best", "latest"]
+    found = rows(tmp_path / "w")
+    before, = [row for row in found if row["step"] == 0]
+    evaluated = [row for row in found if "other/loss" in row]
+    assert [row["step"] for row in evaluated] == [0, 3, 6]
+    best = min(evaluated, key=lambda row: row["val/loss"])
+    shown = [float(line[1]) for line in lines if line and line[0] in ("before", "best", "latest")]
+    expected = [row[name] for name in ("val/loss", "other/loss")
+                for row in (before, best, evaluated[-1])]
+    assert shown == pytest.approx(expected, abs=6e-5)
+    assert before["val/perplexity"] == pytest.approx(math.exp(before["val/loss"]))
+
+
+def test_what_is_written_is_read_as_weights_of_proteinmpnn(cache, tmp_path):
+    run(tiny(cache, training__noise=0.1), tmp_path / "w")
+    best = torch.load(tmp_path / "w" / "best_model.pt", weights_only=True)
+    assert best["noise_level"] == 0.1 and best["num_edges"] == 8
+    model = load_proteinmpnn(tmp_path / "w" / "latest_model.pt")
+    state = load_checkpoint(str(tmp_path / "w" / "checkpoints" / "last.pt"))
+    assert all(torch.equal(value, state["model"][name])
+               for name, value in model.state_dict().items())
+
+
+def test_weights_keep_what_their_base_says_of_the_correction_of_its_scores(cache, tmp_path, base):
+    """That of weights trained on measured mutations, found from the folder of the run."""
+    content = torch.load(base, weights_only=True)
+    record = TrainingRecord("stability", base.name, hash_of(content["model_state_dict"]),
+                            "unfolded", "table")
+    stable = base.with_name("stable.pt")
+    torch.save({**content, RECORD: record._asdict()}, stable)
+    run(tiny(cache, training__n_iters=1, **fine_tuning(stable)), tmp_path / "w")
+    path = tmp_path / "w" / "latest_model.pt"
+    kept = read_record(torch.load(path, weights_only=True), path)
+    _, model = find_base(kept, path)
+    assert kept.is_corrected and hash_of(model.state_dict()) == record.base_hash
+
+
+def test_without_progress_the_run_ends_early_and_the_best_is_the_base(cache, tmp_path, base,
+                                                                        capsys):
+    run(tiny(cache, optim__lr=0, training__patience=1, **fine_tuning(base)), tmp_path / "w")
+    assert rows(tmp_path / "w")[-1]["step"] == 3
+    assert "best_model.pt holds these" in " ".join(capsys.readouterr().out.split())
+    best = load_proteinmpnn(tmp_path / "w" / "best_model.pt").state_dict()
+    for name, value in load_proteinmpnn(base).state_dict().items():
+        assert torch.equal(value, best[name])
+
+
+# ---- one run on any number of ranks ----
+
+def test_any_number_of_ranks_makes_the_same_losses(cache, tmp_path):
+    settings = words({**TINY, **cache, "model.dropout": 0.1, "training.n_iters": 4})
+    run(load_config(Config, None, settings), tmp_path / "of1")
+    for n in (2, 4):
+        done = fork_ranks(n, [SCRIPT, "--config", ROOT / "configs" / "mpnn.yaml", "--work_dir",
+                              f"of{n}", *settings], tmp_path)
+        assert done.returncode == 0, done.text
+    one = timeless(tmp_path / "of1")
+    for n in (2, 4):
+        for a, b in zip(one, timeless(tmp_path / f"of{n}"), strict=True):
+            assert [b[key] for key in a] == pytest.approx([*a.values()], rel=1e-5, abs=1e-6)
+    assert one[-1]["loss"] != pytest.approx(one[0]["loss"], rel=1e-2)   # something could differ
+
+
+@pytest.mark.slow
+def test_the_same_global_batch_gives_the_same_losses_under_mpi(cache, tmp_path):
+    need("mpich")
+    settings = words({**TINY, **cache})
+    run(load_config(Config, None, settings), tmp_path / "one")
+    done = run_ranks("mpich", 2, [SCRIPT, "--config", ROOT / "configs" / "mpnn.yaml", "--work_dir",
+                                  "two", *settings], tmp_path)
+    assert done.returncode == 0 and not done.leftover, done.text
+    assert [*losses(tmp_path / "two").values()] == pytest.approx(
+        [*losses(tmp_path / "one").values()], rel=1e-5)
+
+
+# ---- stop and go on ----
+
+def test_a_resumed_run_equals_an_uninterrupted_one(cache, tmp_path, base):
+    """In the middle of an epoch."""
+    more = fine_tuning(base, loss__kl=0.3, model__dropout=0.1)
+    run(tiny(cache, **more), tmp_path / "whole")
+    run(tiny(cache, training__n_iters=3, **more), tmp_path / "parts")
+    run(tiny(cache, **more), tmp_path / "parts")
+    same_run(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_a_killed_run_goes_on_bit_by_bit(cache, tmp_path):
+    settings = words({**TINY, **cache, "model.dropout": 0.1})
+    command = ["--config", ROOT / "configs" / "mpnn.yaml", *settings]
+    whole = fork_ranks(1, [SCRIPT, *command, "--work_dir", "whole"], tmp_path)
+    assert whole.returncode == 0, whole.text
+    kill = """
+exchange = script.exchange
+def and_die(run, *arguments):
+    if run.progress["step"] == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return exchange(run, *arguments)
+script.exchange = and_die
+"""
+    program = driver(tmp_path, "train_mpnn_ddp", kill)
+    killed = fork_ranks(1, [program, *command, "--work_dir", "parts"], tmp_path, {"RANK": "0"})
+    assert killed.returncode != 0
+    assert load_checkpoint(str(tmp_path / "parts" / "checkpoints" / "last.pt"))["step"] == 3
+    again = fork_ranks(1, [SCRIPT, *command, "--work_dir", "parts"], tmp_path)
+    assert again.returncode == 0, again.text
+    same_run(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_a_file_stop_saves_and_the_same_command_finishes(cache, tmp_path):
+    command = [SCRIPT, "--config", ROOT / "configs" / "mpnn.yaml", "--work_dir", "w",
+               *words({**TINY, **cache})]
+    program = driver(tmp_path, "train_mpnn_ddp", """
+after = script.after_step
+def and_ask(run, *arguments):
+    (run.work_dir / "STOP").touch()
+    return after(run, *arguments)
+script.after_step = and_ask
+""")
+    stopped = fork_ranks(1, [program, *command[1:]], tmp_path, {"RANK": "0"})
+    assert stopped.returncode == 75, stopped.text
+    step = load_checkpoint(str(tmp_path / "w" / "checkpoints" / "last.pt"))["step"]
+    assert 1 <= step < 6
+    (tmp_path / "w" / "STOP").unlink()
+    done = fork_ranks(1, command, tmp_path)
+    assert done.returncode == 0 and [*losses(tmp_path / "w")] == [1, 2, 3, 4, 5, 6], done.text
+
+
+def test_a_resume_is_refused_for_other_structures_or_base_weights(cache, folders, tmp_path, base):
+    run(tiny(cache, training__n_iters=1, **fine_tuning(base)), tmp_path / "w")
+    other = tmp_path / "other.pt"
+    torch.save(to_checkpoint(random_proteinmpnn(9, **SMALL)), other)
+    with pytest.raises(ValueError, match="trained from other base weights"):
+        run(tiny(cache, **fine_tuning(other)), tmp_path / "w")
+    shutil.copytree(folders[0], tmp_path / "more")
+    write_structure(tmp_path / "more", "new.pdb", 50, [40])
+    for changed in ("data.structures", "data.other_structures"):
+        with pytest.raises(ValueError, match="trained on other structures"):
+            run(tiny({**cache, changed: tmp_path / "more", "data.cache": tmp_path / "more.pt"},
+                     **fine_tuning(base)), tmp_path / "w")
+
+
+# ---- input and options ----
+
+def test_wrong_input_ends_with_one_message(folders, tmp_path):
+    folder, _ = folders
+    (tmp_path / "empty").mkdir()
+    config = f"--config {ROOT / 'configs' / 'mpnn.yaml'}"
+    assert_refused("train_mpnn_ddp", [
+        (f"{config} data.structures=null", "--structures"),
+        (f"{config} --structures empty", "empty has no structures"),
+        (f"{config} --structures {folder} training.num_epochs=3", "training.num_epochs"),
+        (f"{config} --structures {folder} loss.kl=0.5", "loss.kl"),
+        (f"{config} --structures {folder} --base_model_name absent", "absent"),
+        (f"{config} --structures {folder} optim.min_lr=1e-5", "optim.min_lr")], tmp_path)
+
+
+@pytest.mark.parametrize("more, words_of_it", [
+    ({"data__val_fraction": 0, "training__patience": 2}, "training.patience is 2"),
+    ({"training__micro_batches": 40}, "expected one for each")])
+def test_what_the_structures_do_not_allow_is_refused(cache, tmp_path, more, words_of_it):
+    with pytest.raises(ValueError) as caught:
+        prepare(tiny(cache, **more), Ddp(), tmp_path / "w")
+    assert words_of_it in str(caught.value) and not (tmp_path / "w").exists()
+
+
+def test_the_default_cache_survives_a_fresh_start(folders, tmp_path, capsys):
+    """It stands beside the run folder, which --fresh renames."""
+    config = tiny({"data.structures": folders[0]}, training__n_iters=1)
+    run(config, tmp_path / "w", fresh=True)
+    run(config, tmp_path / "w", fresh=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["w", "w.old1", "w.structures.pt"]
+    out = " ".join(capsys.readouterr().out.split())
+    assert out.count("rows, kept in") == out.count("rows, from") == 1
+
+
+def test_a_ca_only_model_is_trained_on_ca_atoms(cache, tmp_path):
+    path = tmp_path / "ca.pt"
+    torch.save(to_checkpoint(random_proteinmpnn(3, ca_only=True, **SMALL)), path)
+    run(tiny({**cache, "data.cache": tmp_path / "ca_cache.pt"}, training__n_iters=2,
+             **fine_tuning(path)), tmp_path / "w")
+    assert load_proteinmpnn(tmp_path / "w" / "latest_model.pt").ca_only
+
+
+@pytest.mark.parametrize("name", ["mpnn.yaml", "mpnn_finetune.yaml"])
+def test_a_plan_shows_batch_rate_and_memory_without_structures(name):
+    _, config = read_arguments(["--config", str(ROOT / "configs" / name), "--plan", "1,2,8"])
+    text = describe_plan(config, "1,2,8")
+    rows_of_ranks = [line.split() for line in text.splitlines() if line.strip()[:1] in "128"]
+    assert [row[:2] for row in rows_of_ranks[:2]] == [["1", "10,000"], ["2", "10,000"]]
+    assert "refused with 8 rank(s)" in text and "memory of a rank, about" in text
+
+
+def test_defaults_are_the_published_recipe():
+    config = Config()
+    assert (config.loss, config.training.noise, config.model.dropout) == (Loss(0.1, 0.0), 0.2, 0.1)
+    assert config.optim.betas == (0.9, 0.98) and config.optim.eps == 1e-9
+    assert config.optim.decay == "noam" and not config.optim.grad_clip
+    assert not config.optim.weight_decay
