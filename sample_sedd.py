@@ -555,6 +555,7 @@ def score_file(sedd, args, how, write):
     of masked residues."""
     totals = np.zeros(4)   # residues, bound, variance, unigram
     masked = np.zeros(2)   # -ln p of masked residues, their number
+    n_single = 0           # sequences of one residue
     write("name\tlength\tnats\tstandard_error\tnats_per_residue\tunigram_nats\n")
     named = named_sequences(args.score)
     with progress_bar(how["ddp"].is_main, unit=" sequences") as bar:
@@ -567,8 +568,11 @@ def score_file(sedd, args, how, write):
                       f"{unigram:.4f}\n")
             totals += (scores.residues.sum(), scores.bound.sum(), (scores.error**2).sum(),
                        scores.unigram.sum())
-            if sedd.graph.absorb:
-                proteins, _ = parts_to_score(sedd, texts, args.window)
+            # Of one residue EvoDiff, which masks from 2 to all, counts nothing.
+            several = [text for text in texts if len(text) > 1]
+            n_single += len(texts) - len(several)
+            if sedd.graph.absorb and several:
+                proteins, _ = parts_to_score(sedd, several, args.window)
                 nats, residues = masked_nll(sedd, proteins, args.samples, **how)
                 masked += (nats.sum(), residues.sum())
             bar.update(len(block))
@@ -587,17 +591,23 @@ def score_file(sedd, args, how, write):
     text = (f"{n:,.0f} residues: bound {mean:.4f} nats per residue{spread}, perplexity "
             f"{perplexity(mean)}{interval}; unigram {unigram / n:.4f}, {perplexity(unigram / n)}")
     print0(how["ddp"], in_columns(text, hanging="  "), file=sys.stderr)
-    print0(how["ddp"], in_columns(masked_line(sedd.graph, *masked), hanging="  "), file=sys.stderr)
+    print0(how["ddp"], in_columns(masked_line(sedd.graph, *masked, n_single), hanging="  "),
+           file=sys.stderr)
 
 
-def masked_line(graph, nats, residues):
-    """What is said of masked residues: of their -ln p in nats, in all, and of their number."""
+def masked_line(graph, nats, residues, n_single):
+    """What is said of masked residues: of their -ln p in nats, in all, and of their number.
+
+    n_single: sequences of one residue, of which none count."""
     name = "masked residues, as EvoDiff counts them"
     if not graph.absorb:
         return f"{name}: none, as the uniform graph has no mask"
     if not residues:
-        return f"{name}: none, as only X was masked"
-    return f"{name}: {nats / residues:.4f} nats, perplexity {perplexity(nats / residues)}"
+        return f"{name}: none, as only X was masked, or sequences have one residue"
+    line = f"{name}: {nats / residues:.4f} nats, perplexity {perplexity(nats / residues)}"
+    if n_single:
+        line += f"; without sequences of one residue: {n_single:,}"
+    return line
 
 
 def score_positions(sedd, args, how, write):

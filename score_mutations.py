@@ -51,12 +51,13 @@ from proteins.combinations import (FEWEST, LARGEST, best_singles, choose_combina
 from proteins.csv_files import MAX_LISTED, describe_duplicates
 from proteins.mutations import (measured_values, place_all, place_on_sequences, read_mutations,
                                 refuse_long, scan_sequence, scan_structure)
+from proteins.places import is_contradicted
 from proteins.pictures import draw_measured, draw_scan
 from proteins.proposals import (choose_proposals, describe_proposals, keep_measured_chains,
                                 marks_of, measured_variants, proteins_of, values_of)
 from proteins.scores import (IN_COMPLEX, SCORE, SUM_OF_SINGLES, check_measured,
-                             correlate_proteins, names_in_result, partners_of, report_text,
-                             table_text)
+                             correlate_proteins, is_of_copies, names_in_result, partners_of,
+                             report_text, table_text)
 from proteins.seeds import content_key
 from proteins.sequences import named_sequences
 from proteins.structures import FORMATS, describe_reading
@@ -307,7 +308,7 @@ def read_scan(args, scorer, ddp):
             fixed = args.fixed_chains
             found, note = scan_structure(path, args.chains, fixed, args.mutable_positions,
                                          see_all=not scorer.is_sedd, ca_only=scorer.ca_only,
-                                         partners=args.partners, interface=args.interface,
+                                         partners=args.partners or "", interface=args.interface,
                                          copies=args.copies)
             proteins += found
             if note:
@@ -315,6 +316,7 @@ def read_scan(args, scorer, ddp):
         else:
             refuse_chains(args)
             proteins += [scan_sequence(name, text) for name, text in read_fasta(path, scorer)]
+    check_copies_have_names(proteins)
     return proteins
 
 
@@ -331,10 +333,49 @@ def read_table(args, scorer, ddp):
         raise ValueError(f"found {len(args.proteins)} protein(s) on the command line, and "
                          f"{table.path} with a column pdb_file or sequence; expected one protein, "
                          "or the column.")
+    check_own_partners(table, args)
+    check_own_chains(table, args)
     proteins = place_table(table, args, scorer, ddp)
+    check_copies_have_names(proteins)
     if args.measured:
         check_measured(proteins, args.measured)
     return proteins
+
+
+def check_own_partners(table, args):
+    """ValueError for options that the column `partners` of a table makes idle."""
+    are_named = [bool(variant.cells.get("partners")) for variant in table.variants]
+    if any(are_named) and args.fixed_chains is not None:
+        raise ValueError(f"found --fixed_chains, and {table.path} with a column partners; expected "
+                         "one of them: of binding, both partners are seen, and no other chain.")
+    if all(are_named) and args.partners:
+        raise ValueError(f"found --partners {args.partners}, and {table.path}, whose column "
+                         "partners names them in all rows; expected one of them.")
+
+
+def check_own_chains(table, args):
+    """ValueError for variants of other chains than that of --chains."""
+    if not args.chains:
+        return
+    chain, = args.chains
+    others = [variant for variant in table.variants if is_contradicted(variant, chain)]
+    if others:
+        first = others[0]
+        raise ValueError(f"found --chains {chain}, and {len(others):,} of "
+                         f"{len(table.variants):,} variants in other chains, such as line "
+                         f"{first.line} of {table.path}: {first.cells['mutation']:.40}. Expected "
+                         "no --chains, which is for mutations that name no chain.")
+
+
+def check_copies_have_names(proteins):
+    """ValueError for variants in copies whose chains the text of a mutation cannot name, as it
+    names all of them in the result."""
+    for protein in proteins:
+        odd = [name for name in protein.complex.design if len(name) != 1 or not name.isalnum()]
+        if odd and any(map(is_of_copies, protein.variants, protein.changes)):
+            raise ValueError(f"found --copies, and chain {odd[0]} in {protein.name}; expected "
+                             "names of one letter or digit, which the text of a mutation can hold. "
+                             "Rename the chains.")
 
 
 def read_unmeasured(args, scorer, ddp):
@@ -377,9 +418,9 @@ def place_table(table, args, scorer, ddp):
         proteins, note = place_all(table, protein, chain, args.fixed_chains,
                                    see_all=not scorer.is_sedd, ca_only=scorer.ca_only,
                                    option=" (or --chains)", copies=args.copies,
-                                   partners=args.partners)
+                                   partners=args.partners or "")
     if note:
-        print0(ddp, note, file=sys.stderr)
+        print0(ddp, in_columns(note, hanging="  "), file=sys.stderr)
     return proteins
 
 
@@ -424,7 +465,7 @@ def check_kind(proteins, scorer):
         other = next(protein for protein in proteins if not protein.partners)
         raise ValueError(f"found variants of {of_binding[0].name} with partners and of "
                          f"{other.name} without, whose scores do not compare; expected one kind "
-                         "in a call.")
+                         "in a call. --partners HL_A names those of lines without.")
     for protein in proteins:
         if scorer.is_sedd and len(protein.complex.design) > 1:
             raise ValueError(f"found variants of {protein.name} in the chains "
@@ -464,7 +505,7 @@ def make_parser():
     task("--scan", action="store_true", help="score all single mutations")
     add("--chains", nargs="+", metavar="CHAIN",
         help="to mutate; default: --scan: all others, --mutations: the column chain, or the only "
-             "one")
+             "one, of mutations whose text names none")
     add("--fixed_chains", nargs="*", metavar="CHAIN",
         help="ProteinMPNN: context; default: all others; without a name: none")
     add("--mutable_positions", nargs="+", metavar="POSITION",
@@ -489,14 +530,14 @@ def make_parser():
         help="PNG: of --scan a heat map, with --measured measured against predicted")
     add("--seed", type=int, default=0, help="of decoding orders and intervals (default 0)")
     add = parser.add_argument_group("ProteinMPNN").add_argument
-    add("--partners", default="", metavar="HL_A",
+    add("--partners", metavar="HL_A",
         help="score binding: chains of the two sides of a complex, which are seen alone; those of "
-             "several characters as AA,BB_C. Of a table: for lines without a cell partners")
+             "several characters as AA,BB_C. Of a table: for lines that name none")
     add("--interface", type=float, metavar="ANGSTROM",
         help="--scan --partners: only residues with a backbone atom so near to the other side")
     add("--copies", nargs="*", metavar="CHAIN",
         help="put a mutation of one of these chains into all; without a name: into all chains of "
-             "the same sequence")
+             "the same sequence. The result names all of them")
     add("--also", action="append", default=[], metavar="WEIGHTS",
         help="further weights, each by an option of its own; a score is the mean over all")
     add("--correct_unfolded", action="store_true",
@@ -521,6 +562,8 @@ def make_parser():
 def read_arguments(argv):
     """The options. Raises ValueError for those that do not fit together."""
     args = make_parser().parse_intermixed_args(argv)
+    if args.copies:     # A,B, too
+        args.copies = [name for text in args.copies for name in text.split(",")]
     if args.scan and args.measured:
         raise ValueError("found --measured with --scan; expected it with --mutations.")
     if args.lower_is_better and not args.measured:
@@ -564,7 +607,13 @@ def check_correction(args):
 
 
 def check_partners(args):
-    """ValueError for options of binding and of copies that do not fit together."""
+    """ValueError for options of binding and of copies that are empty or do not fit together."""
+    if args.partners is not None and not args.partners.strip():
+        raise ValueError("found --partners without chains; expected those of the two sides, such "
+                         "as HL_A, or no --partners.")
+    if args.copies is not None and not all(args.copies):
+        raise ValueError("found an empty name in --copies; expected names such as --copies A B, "
+                         "or --copies alone.")
     if args.interface is not None:
         if not args.scan or not args.partners:
             raise ValueError("found --interface without --scan and --partners; expected it with "
@@ -645,8 +694,9 @@ def run(args, ddp):
     check_alike(inputs_of(args, scorer, proteins, measured), ddp)
     n = sum(len(protein.variants) for protein in proteins)
     weights = ", ".join([args.weights, *args.also])
-    print0(ddp, f"{describe(proteins, scorer)}\n{ddp.device}: {weights}, {n:,} variants of "
-                f"{len(proteins):,} protein(s)", file=sys.stderr)
+    text = (f"{describe(proteins, scorer)}\n{ddp.device}: {weights}, {n:,} variants of "
+            f"{len(proteins):,} protein(s)")
+    print0(ddp, in_columns(text, hanging="  "), file=sys.stderr)
     scored_by, notes = scorer.describe(bool(proteins[0].partners))
     for note in notes:
         print0(ddp, in_columns(note, hanging="  "), file=sys.stderr)

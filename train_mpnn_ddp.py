@@ -178,6 +178,11 @@ def check_config(config, without_data=False):
     if config.data.structures is None and not without_data:
         problems.append("data.structures is not given; expected a folder of PDB and mmCIF files, "
                         "or a CSV list of them (--structures)")
+    validates = config.data.val_structures is not None or config.data.val_fraction > 0
+    if training.patience is not None and not validates:
+        problems.append(f"training.patience is {training.patience}, and there is no validation; "
+                        "expected some (data.val_fraction, --val_structures), or "
+                        "training.patience=null")
     is_random = config.model.base_model_name == "random"
     if is_random and config.loss.kl:
         problems.append(f"loss.kl is {config.loss.kl}, and training starts from random weights; "
@@ -296,16 +301,12 @@ def load_data_and_plan(config, start, ddp):
     base = load_base(config)   # a CA-only model reads structures otherwise
     cache = config.data.cache or cache_beside(start.work_dir)
     data = load_data(config.data, cache, base.model.ca_only, ddp)
-    check_alike({"structures (hash)": data.fingerprint["hash"],
-                 "base weights (hash)": base.hash}, ddp)
+    check_alike({"base weights (hash)": base.hash}, ddp)
     start.check_data("structures", data.fingerprint)
     if start.state is not None and start.state["base"] != base.hash:
         raise ValueError(f"{start.path} was trained from other base weights (hash "
                          f"{start.state['base']}; {base.text}: {base.hash}). Give the same, "
                          "another --work_dir, or --fresh.")
-    if data.val is None and config.training.patience is not None:
-        raise ValueError(f"config: training.patience is {config.training.patience}, and there is "
-                         "no validation; expected some, or training.patience=null.")
     plan = Plan(data.train.items, config.training.seed, start.micro_batches,
                 config.training.residues_per_batch)
     return base, data, plan

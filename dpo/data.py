@@ -310,8 +310,19 @@ def hold_out_proteins(sets: list[VariantSet], data: Any,
     train = [one for one, held_out in zip(sets, held.is_held_out) if not held_out]
     val = [one for one, held_out in zip(sets, held.is_held_out) if held_out]
     groups = {name for variant_set in sets for name in variant_set.groups}
-    return train, val, [f"  {len(train):,} proteins for training, {len(val):,} of other families "
-                        f"for validation ({describe_families(held, data, len(groups))})"]
+    lines = [f"  {count(len(train), 'protein')} for training, {len(val):,} of other families for "
+             f"validation ({describe_families(held, data, len(groups))})"]
+    are_of_binding = any(variant_set.partners for variant_set in sets)
+    if are_of_binding and not groups:
+        lines.append("ATTENTION: complexes are split by the identity of all their chains together, "
+                     "so alike interfaces may be on both sides. Name a column of those that stay "
+                     "together (table.group).")
+    share = len(val) / len(sets)
+    if not data.val_fraction / MOST_MISSED <= share <= data.val_fraction * MOST_MISSED:
+        lines.append(f"ATTENTION: {share:.0%} of the proteins are held out for validation, but "
+                     f"data.val_fraction asks for {data.val_fraction:.0%}: families stay together. "
+                     "Give --val_data, or another fraction.")
+    return train, val, lines
 
 
 def describe_families(held, data, n_groups=0):
@@ -331,14 +342,16 @@ def mutated_chain(variant_set):
 
 
 def describe_shared_proteins(train, val):
-    """List of a warning, if a file of validation has proteins of the other."""
+    """Lists of warnings, if a file of validation has proteins, or groups, of the other."""
     sequences = {mutated_chain(variant_set) for variant_set in train}
+    groups = {name for variant_set in train for name in variant_set.groups}
     shared = sorted({variant_set.name for variant_set in val
-                     if mutated_chain(variant_set) in sequences})
+                     if mutated_chain(variant_set) in sequences
+                     or groups.intersection(variant_set.groups)})
     if not shared:
         return []
-    return [f"ATTENTION: {len(shared):,} protein(s) are in training and validation, first "
-            f"{shared[0]}: validation does not tell about new proteins."]
+    return [f"ATTENTION: {count(len(shared), 'protein')} of validation, or of its group, is in "
+            f"training, first {shared[0]}: validation does not tell about new proteins."]
 
 
 def describe_table(path, proteins, sets, n_kept, table):

@@ -21,6 +21,7 @@ from mpnn.model import to_checkpoint
 from mpnn.record import RECORD
 from training.log import show_progress
 from training.loop import ADVICE, Diverged, eval_mode, record_score
+from training.problems import in_columns
 from training.resume import before_saving
 
 # Prefix of metrics -> what it is of.
@@ -119,7 +120,8 @@ def say_values(run, log, values):
             texts.append(f"{name} {values[f'{prefix}loss']:.4f} nats per residue, perplexity "
                          f"{values[f'{prefix}perplexity']:.3f}, accuracy "
                          f"{values[f'{prefix}accuracy']:.3f}")
-    log.say(f"step {run.progress['step']:,}: {'; '.join(texts)}")
+    text = f"step {run.progress['step']:,}: " + ";\n  ".join(texts)
+    log.say(in_columns(text, hanging="  "))
 
 
 # ---------------------------------------------------------------- models, texts
@@ -158,8 +160,8 @@ def result_lines(result, progress, folder) -> list[str]:
         lines.append(f"  weights   {latest}")
     else:
         if best["step"] == 0 and "val/loss" in result:
-            lines.append("  ATTENTION: no evaluation was better than the base weights: "
-                         "best_model.pt holds these")
+            lines.append("  ATTENTION: no evaluation was better than the base weights:")
+            lines.append("  best_model.pt holds these")
         lines.append(f"  weights   {folder / 'best_model.pt'} (step {best['step']:,}) and "
                      f"{latest.name}")
     return [*lines, f"  metrics   {folder / 'metrics.jsonl'}"]

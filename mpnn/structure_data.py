@@ -15,12 +15,15 @@ from mpnn.backbones import Backbone, training_items, validation_items
 from proteins.seeds import content_hash
 from proteins.structure_sets import (Reading, StructureSet, choose_usable, describe_shared,
                                      fingerprint, hold_out, load_cache, make_cache)
+from training.files import check_output
 from training.log import show_progress
+from training.loop import check_alike
 
-# Measured on a CPU, peak memory of a process, by a model of the published size in float32: one that
-# has loaded all, and what a step adds for each residue of a micro-batch, padding included.
+# Measured on a CPU, peak memory of a process, by a model of the published size: one that has loaded
+# all, and for each residue, padding included, of the largest micro-batch. One step takes 1.3 MB for
+# it; after a hundred steps, micro-batches of other sizes have left gaps that no next one fills.
 PROCESS = 0.40e9
-PER_RESIDUE = 1.6e6
+PER_RESIDUE = 3.1e6
 
 
 class Items(NamedTuple):
@@ -30,7 +33,9 @@ class Items(NamedTuple):
 
 
 class StructureData(NamedTuple):
-    """The structures of a run. fingerprint: {"n", "hash"} of all. lines: that describe them."""
+    """The structures of a run. lines: that describe them.
+
+    fingerprint: {"n", "hash"} of what a run trains on and chooses by. The others may change."""
     train: Items
     val: Items | None
     other: Items | None
@@ -61,22 +66,31 @@ def load_data(section: Any, cache: str | Path, ca_only: bool, ddp: Ddp) -> Struc
                       split="train" if splits else None, most_broken=section.most_broken)
     lines = None
     if ddp.is_main:
+        if section.cache is not None:
+            check_output(section.cache, [])
         lines = make_cache(cache, sources, reading, note_progress,
                            lambda items, text: show_progress(items, ddp, text))
     lines = list(broadcast(lines, ddp))
     sets = load_cache(cache)
     numbers = {}
+    left_out = {}
     for name in sources:
-        numbers[name], said = choose_usable(sets[name], section.max_length)
-        lines += said
+        numbers[name], left_out[name] = choose_usable(sets[name], section.max_length)
+        lines += left_out[name]
     if splits:
         sets["val"] = sets["train"]
         numbers["train"], numbers["val"], said = hold_out(sets["train"], numbers["train"],
-                                                          section.val_fraction)
+                                                          section.val_fraction,
+                                                          "".join(left_out["train"]))
         lines += said
     elif "val" in sources:
         lines += describe_shared(sets["train"], numbers["train"], sets["val"], numbers["val"])
+    if "other" in sources:
+        lines += describe_shared(sets["train"], numbers["train"], sets["other"], numbers["other"],
+                                 "data.other_structures")
     parts = {name: fingerprint(sets[name], numbers[name]) for name in numbers}
+    check_alike({f"structures of {name} (hash)": part["hash"] for name, part in parts.items()}, ddp)
+    parts.pop("other", None)
     whole = {"n": parts["train"]["n"], "hash": content_hash(sorted(
         (name, part["hash"]) for name, part in parts.items()))}
     items = {"train": Items(sets["train"], training_items(sets["train"], numbers["train"]))}
@@ -91,6 +105,6 @@ def describe_memory(config: Any) -> list[str]:
     """Lines on the memory of a rank."""
     n = config.training.residues_per_batch
     step = n * PER_RESIDUE
-    return [f"memory of a rank, about {(PROCESS + step) / 1e9:.1f} GB, and the structures: a "
-            f"micro-batch of {n:,} residues {step / 1e9:.1f} GB; on a CPU, in float32, with "
-            "weights of the published size. A structure with more residues takes as much more"]
+    return [f"memory of a rank, up to {(PROCESS + step) / 1e9:.1f} GB, and the structures: "
+            f"micro-batches of {n:,} residues {step / 1e9:.1f} GB; on a CPU, with weights of the "
+            "published size. A structure with more residues takes as much more"]

@@ -121,8 +121,9 @@ def share_of(top: int) -> int:
 
 def describe_combinations(chosen: list[Choice], top: int, most: int, n_singles: int) -> str:
     """A line on how many are proposed."""
-    line = (f"proposed: {len(chosen):,} variants of up to {most} of the best {n_singles} "
-            f"mutations, one a residue; each mutation in at most {share_of(top)}")
+    best = "mutation" if n_singles == 1 else f"{n_singles} mutations"
+    line = (f"proposed: {len(chosen):,} variants of up to {most} of the best {best}, one a "
+            f"residue; each mutation in at most {share_of(top)}")
     if len(chosen) < top:
         line += f"; found no more for --top {top:,}"
     return line

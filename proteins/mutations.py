@@ -32,7 +32,7 @@ from proteins.mutation_columns import mutation_text, read_lines
 from proteins.notation import (EXPECTED, PLURALS, WILD_TYPE, Mutation, UnreadableVariant,
                                read_variant)
 from proteins.numbering import NamedSites, describe_misnumbered
-from proteins.partners import choose_partners, have_sides, residues_near
+from proteins.partners import choose_partners, distances_between, have_sides
 from proteins.places import (Located, Misfit, Options, Place, Variant, choose_complex,
                              choose_place, content_of, find_changes, has_residue, locate,
                              name_place, with_copies)
@@ -286,7 +286,10 @@ def scan_structure(  # noqa: PLR0913  (what may be chosen of a structure)
     if positions:
         wanted, note = parse_positions(" ".join(positions), structure, scan.names)
         notes.append(note)
-    wanted = [labels[position] for position in wanted if labels[position][1]]
+    wanted = [labels[position] for position in wanted]
+    if positions:
+        notes += describe_unmutated(wanted, structure, scan.groups)
+    wanted = [label for label in wanted if label[1]]
     wanted = keep_interface(wanted, scan.partners, interface, notes)
     proteins = []
     lacking = []
@@ -299,7 +302,10 @@ def scan_structure(  # noqa: PLR0913  (what may be chosen of a structure)
         raise ValueError(f"{path}: found no residue to mutate; expected some with one of the 20 "
                          f"letters and {structure.needed}.")
     if scan.groups:
-        notes.append(copies_text([" ".join(group) for group in scan.groups], lacking))
+        mutated = {variant.cells["chain"] for protein in proteins for variant in protein.variants}
+        used = [group for group in scan.groups if mutated & set(group)]
+        refuse_no_copies(structure, sorted(mutated), used)
+        notes.append(copies_text([" ".join(group) for group in used], lacking))
     return proteins, "; ".join(notes)
 
 
@@ -331,9 +337,8 @@ def choose_scan(structure, chains, fixed, partners, copies):
         names = chains or list(whole.design)
     groups = choose_copies(structure, whole.design if sides else structure.protein_chains, copies)
     groups = [group for group in groups if set(group) & set(names)]
-    if copies is not None and not groups:
-        raise ValueError(f"{structure.name}: found no copies of the chains {' '.join(names)}; "
-                         f"expected {EQUAL}.")
+    if copies is not None:
+        refuse_no_copies(structure, names, groups)
     if groups and not sides:
         whole = with_copies(structure, names, fixed, groups)
     parts = [Complex(structure, group)
@@ -341,15 +346,47 @@ def choose_scan(structure, chains, fixed, partners, copies):
     return Scan(whole, names, parts, sides, groups)
 
 
+def refuse_no_copies(structure, names, groups):
+    """ValueError if there are no groups of copies of the chains of these names."""
+    if not groups:
+        raise ValueError(f"{structure.name}: found no copies of the chains {' '.join(names)}; "
+                         f"expected {EQUAL}.")
+
+
+def describe_unmutated(wanted, structure, groups):
+    """List of a text on the (chain, number) that are wanted and cannot be mutated; number None: of
+    a gap. Of copies (groups) one is enough."""
+    texts = []
+    for name, number in wanted:
+        names = group_of(name, groups)
+        if number is None:
+            texts.append(f"a gap of {name}")
+        elif not any(has_residue(structure.chains[other], number) for other in names):
+            texts.append(f"{name}{number}")
+    if not texts:
+        return []
+    shown = ", ".join(dict.fromkeys(texts[:MAX_LISTED]))
+    if len(texts) > MAX_LISTED:
+        shown += " and more"
+    return [f"{len(texts):,} of these are not mutated, as they lack a letter or {structure.needed}"
+            f": {shown}"]
+
+
 def keep_interface(wanted, partners, interface, notes):
-    """The (chain, number) that are wanted, and near the other partner. Adds a note."""
+    """The (chain, number) that are wanted, and near the other partner. Adds a note. Raises:
+    ValueError if none is."""
     if interface is None:
         return wanted
     if not partners:
         raise ValueError(f"found an interface of {interface:g} Angstrom without partners; expected "
                          "both")
-    near = residues_near(partners, interface)
-    kept = [label for label in wanted if label in near]
+    distances = distances_between(partners)
+    kept = [label for label in wanted if distances[label] <= interface]
+    nearest = min((distances[label] for label in wanted), default=math.inf)
+    if not kept and math.isfinite(nearest):
+        raise ValueError(f"found no residue to mutate within {interface:g} Angstrom of the other "
+                         f"partner; the nearest is {nearest:.1f} Angstrom away. Expected some: "
+                         "give a larger --interface.")
     notes.append(f"{len(kept):,} of {len(wanted):,} residues are within {interface:g} Angstrom of "
                  "the other partner")
     return kept
@@ -567,14 +604,23 @@ def place(protein, located, wild_types, chosen):
 
 
 def describe_partners(placements):
-    """List of a line on the proteins whose binding is meant, if there are any."""
+    """List of a line on the proteins whose binding is meant, if there are any, and on others beside
+    them: a row may lack its partners by mistake."""
     of_binding = [placement for placement in placements if placement.protein.partners]
     if not of_binding:
         return []
     first = of_binding[0].protein
     n = sum(len(placement.protein.variants) for placement in of_binding)
-    return [f"{n:,} variants of binding, of {len(of_binding):,} pair(s) of partners, such as "
-            f"{' and '.join(' '.join(side.design) for side in first.partners)} of {first.name}"]
+    line = (f"{n:,} {'variant' if n == 1 else 'variants'} of binding, of {len(of_binding):,} "
+            f"{'pair' if len(of_binding) == 1 else 'pairs'} of partners, such as "
+            f"{' and '.join(' '.join(side.design) for side in first.partners)} of {first.name}")
+    others = [placement.located[0].variant.line for placement in placements
+              if not placement.protein.partners]
+    if others:
+        n_others = sum(len(placement.protein.variants) for placement in placements) - n
+        line += (f". ATTENTION: {n_others:,} have no partners (first in line {min(others)}), so "
+                 "they are not of binding")
+    return [line]
 
 
 def describe_copies(table, placements, options):

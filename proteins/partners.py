@@ -45,7 +45,8 @@ def choose_partners(text: str, structure: Structure) -> tuple[Complex, Complex]:
 def read_sides(text: str, structure: Structure) -> list[list[str]]:
     """The names of the chains of the two sides. ValueError for another text."""
     sides = [side.strip() for side in text.split("_")]
-    if len(sides) != 2 or not all(sides):
+    has_blanks = any(len(side.split()) > 1 for side in sides if "," not in side)
+    if len(sides) != 2 or not all(sides) or has_blanks:
         raise ValueError(f"found {text!r:.60} as partners; expected two sides, {FORM}")
     return [read_side(side, structure) for side in sides]
 
@@ -94,14 +95,15 @@ def backbone(structure):
     return X[:, [CA]] if structure.structure.ca_only else X
 
 
-def residues_near(partners: tuple[Complex, Complex], angstrom: float) -> set[tuple[str, str]]:
-    """{(chain, number)} of the residues of both partners with a backbone atom within so many
-    Angstrom of one of the other."""
-    near = set()
+def distances_between(partners: tuple[Complex, Complex]) -> dict[tuple[str, str], float]:
+    """{(chain, number): Angstrom} of the residues of both partners: from the nearest of their
+    backbone atoms to the nearest of the other partner; inf where they are not resolved."""
+    distances_of = {}
     for one, other in (partners, partners[::-1]):
         distances = nearest(one, other)
         for name in one.design:
             numbers = one.structure.chains[name].numbers
-            near.update((name, number) for number, row in zip(numbers, one.rows([name]))
-                        if number is not None and distances[row] <= angstrom)
-    return near
+            distances_of.update(((name, number), float(distances[row]))
+                                for number, row in zip(numbers, one.rows([name]))
+                                if number is not None)
+    return distances_of

@@ -95,17 +95,16 @@ def locate(variant: Variant, options: Options, only_chain: str = "") -> Located:
     the options, or else only_chain."""
     parts = (*variant.mutations, *variant.silent)
     column = variant.cells.get("chain", "")
-    if is_contradicted(variant):
+    if is_contradicted(variant, column):
         return Located(variant, (column,) * len(parts))
     other = column or options.chain or only_chain
     return Located(variant, tuple(part.chain or other for part in parts))
 
 
-def is_contradicted(variant: Variant) -> bool:
-    """Whether the column `chain` names another chain than each of the mutations."""
-    column = variant.cells.get("chain")
+def is_contradicted(variant: Variant, told: str) -> bool:
+    """Whether each mutation names another chain than the one that is told; "": none is."""
     named = {part.chain for part in (*variant.mutations, *variant.silent)}
-    return bool(column) and "" not in named and column not in named
+    return bool(told) and "" not in named and told not in named
 
 
 def choose_place(named: Named, structure: Structure, variant: Variant,
@@ -198,7 +197,7 @@ def find_changes(located: Located, place: Place
     """([(row of the complex, letter 0 to 19)] of a variant, [(chain, number)] of residues that
     copies of its chains lack). Raises: Misfit."""
     variant, chains = located
-    if is_contradicted(variant):
+    if is_contradicted(variant, variant.cells.get("chain", "")):
         named = sorted({mutation.chain for mutation in variant.mutations})
         raise Misfit(chains[0], f"the mutation names chain {' '.join(named)}")
     letters = {}            # row of the complex -> letter

@@ -16,7 +16,9 @@ from pathlib import Path
 import numpy as np
 
 from proteins.correlation import FEWEST, Report, correlate
-from proteins.mutations import Protein
+from proteins.letters import LETTERS
+from proteins.mutations import Protein, Variant
+from proteins.notation import Mutation
 
 # The columns that are added to a table.
 SCORE = "score"
@@ -56,8 +58,14 @@ def table_text(proteins: list[Protein], results: dict[str, list[np.ndarray]], sc
     paths = {file: relative_path(file, folder) for file in files - {None}}
     for protein, *results_of_variants in zip(proteins, *results.values()):
         own = naming_cells(protein, folder)
-        for variant, *values in zip(protein.variants, *results_of_variants):
+        for variant, changes, *values in zip(protein.variants, protein.changes,
+                                             *results_of_variants):
             cells = dict(variant.cells)
+            if is_of_copies(variant, changes):
+                cells |= cells_of_copies(protein, variant, changes)
+                own |= {"chain": ""} if "chain" in own else {}
+            elif "chain" in own:
+                own["chain"] = chain_of(protein, variant, changes)
             if variant.pdb_file is not None:
                 cells["pdb_file"] = paths[variant.pdb_file]
             writer.writerow([*(own[name] for name in added), *cells.values(),
@@ -74,13 +82,61 @@ def naming_cells(protein, folder):
     """{column: text} that name a protein, as in a table in a folder."""
     if protein.has_structure:
         path = relative_path(Path(protein.structure.name), folder)
-        if protein.partners:
-            return {"pdb_file": path, "partners": partners_of(protein)}
-        chains = protein.complex.design     # the column names one, and texts name those of several
-        return {"pdb_file": path, "chain": chains[0] if len(chains) == 1 else ""}
+        chain = {"chain": ""}       # that of each variant: chain_of
+        if not protein.partners:
+            return {"pdb_file": path, **chain}
+        if not any(map(first_unnamed, protein.variants)):
+            chain = {}
+        return {"pdb_file": path, "partners": partners_of(protein), **chain}
     if "sequence" in protein.variants[0].cells:
         return {}
     return {"name": protein.name}
+
+
+def first_unnamed(variant):
+    """The first mutation of a variant whose text names no chain; None if all do."""
+    return next((mutation for mutation in variant.mutations if not mutation.chain), None)
+
+
+def is_of_copies(variant: Variant, changes: list[tuple[int, int]]) -> bool:
+    """Whether a variant has more changes, as (row of the complex, letter), than its text names."""
+    return len(changes) > len(variant.mutations)
+
+
+def cells_of_copies(protein, variant, changes):
+    """{column: text} of a variant whose mutations are in copies, too: the text names all of them,
+    so that a reader who knows of no copies finds the same variant."""
+    residues = [(name, number) for name in protein.complex.design
+                for number in protein.structure.chains[name].numbers]
+    texts = []
+    for row, letter in changes:
+        chain, number = residues[row]
+        wild_type = LETTERS[protein.complex.S[row]]
+        texts.append(str(Mutation(wild_type, number, LETTERS[letter], chain)))
+    cells = {"mutation": ",".join(texts)}
+    if "chain" in variant.cells:
+        cells["chain"] = ""
+    return cells
+
+
+def chain_of(protein, variant, changes):
+    """The chain of the mutations that name none, for the column `chain`; "" where all of several
+    chains are named. changes: (row of the complex, letter)."""
+    chains = protein.complex.design
+    mutation = first_unnamed(variant)
+    if len(chains) == 1:
+        return chains[0]
+    if mutation is None:
+        return ""
+    changed = {row for row, _ in changes}
+    named = {other.chain for other in variant.mutations if other.number == mutation.number}
+    for name in chains:
+        chain = protein.structure.chains[name]
+        row = chain.row_of(mutation.number)
+        if (name not in named and row is not None and LETTERS[chain.S[row]] == mutation.wild_type
+                and protein.complex.first_row(name) + row in changed):
+            return name
+    return ""
 
 
 def partners_of(protein: Protein) -> str:
@@ -114,7 +170,8 @@ def check_measured(proteins: list[Protein], column: str) -> None:
     values = [variant.measured for protein in proteins for variant in protein.variants
               if math.isfinite(variant.measured)]
     if len(values) < FEWEST:
-        raise ValueError(f"found {len(values)} variants with a value in the column {column}; "
+        noun = "variant" if len(values) == 1 else "variants"
+        raise ValueError(f"found {len(values)} {noun} with a value in the column {column}; "
                          f"expected at least {FEWEST} to correlate.")
     if len(set(values)) == 1:
         raise ValueError(f"found {values[0]:g} as {column} of all {len(values):,} variants; "

@@ -14,6 +14,7 @@ the cache.
 import hashlib
 import os
 import re
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -23,21 +24,30 @@ import numpy as np
 import torch
 
 from ddp_setup import load_checkpoint
-from proteins.csv_files import read_rows, refuse_all
+from proteins.csv_files import read_rows, read_table_text, refuse_all, table_columns
 from proteins.identity import MOST_ALIGNED, connected, draw_of, known_letters, relatives
 from proteins.letters import X_ID, decode
+from proteins.mutation_columns import column_of
 from proteins.seeds import content_hash
 from proteins.structure_files import FORMATS
 from proteins.structures import Chain, Structure, read_structure
 from training.files import write_whole
+from training.problems import refuse
 
 LEAST_RESOLVED = 20     # residues of a structure; fewer tell nothing of a fold
-MOST_NAMED = 3          # files in a line or a message
+MOST_NAMED = 10         # files or columns in a message
+LONGEST_REASON = 120    # letters, why a file cannot be read
 MOST_MISSED = 2         # warn if the held-out share misses what was asked for by a larger factor
+# Names of the column of a list with the chains to design, in any case.
+CHAIN_COLUMNS = ("chain", "chains", "design_chains")
 KIND = "structures read by proteins/structure_sets.py"      # tells a cache from other files
 ZIP = b"PK"             # how a file of torch.save begins
-# What decides the rows of a file, so that a new version of it makes the cache again.
-READER = ("structures.py", "structure_files.py", "residue_names.py")
+# Residues of a chain: at 30 % identity a shorter one is like many by chance, one of nine like every
+# tenth protein. So peptides would make one family of what they are bound to.
+SHORTEST_COMPARED = 30
+# What decides the content of the cache, so that a new version of it makes the cache again.
+READER = ("structures.py", "structure_files.py", "residue_names.py", "identity.py",
+          "structure_sets.py")
 
 
 class Reading(NamedTuple):
@@ -139,7 +149,8 @@ def find_structures(source: str | Path) -> list[StructureFile]:
 
     A folder: all files in it and its folders with a name in FORMATS, or one of these with .gz, in
     the order of their names; names that begin with a dot are passed over. A list: CSV with a column
-    `pdb_file`, relative to the list, and perhaps `chains`, names with blanks between them.
+    `pdb_file`, relative to the list, and perhaps one of CHAIN_COLUMNS, names with blanks between
+    them.
     Raises: ValueError for another path, none of such files, or a wrong line of a list."""
     source = Path(source)
     if source.is_dir():
@@ -173,7 +184,8 @@ def find_in_list(source):
     files = []
     problems = []
     line_of = {}        # path -> line
-    for line, cells in read_rows(source, required=("pdb_file",)):
+    columns, _ = list_columns(source)
+    for line, cells in read_rows(source, required=("pdb_file",), names=columns):
         name = cells["pdb_file"]
         path = source.parent / name
         chains = tuple(dict.fromkeys(re.findall(r"[^\s,;]+", cells.get("chains", ""))))
@@ -190,6 +202,17 @@ def find_in_list(source):
     if not files:
         raise ValueError(f"{source} has no lines below its columns; expected a structure in each.")
     return files
+
+
+def list_columns(source):
+    """({column of a list: its name here, pdb_file or chains}, list of its other columns).
+
+    Raises: ValueError for several columns of chains."""
+    columns = table_columns(read_table_text(source))
+    found = {column_of(source, columns, ["pdb_file"]): "pdb_file",
+             column_of(source, columns, CHAIN_COLUMNS): "chains"}
+    found.pop(None, None)
+    return found, [column for column in columns if column and column not in found]
 
 
 def has_format(path):
@@ -243,6 +266,7 @@ def make_cache(cache: str | Path, sources: dict[str, str | Path], reading: Readi
         check_broken(source, part["broken"], len(files), reading.most_broken)
         parts[name] = part
         lines += describe_part(name, source, part, origin)
+        lines += describe_unused(source)
     if has_changed:
         write_whole(cache, lambda file: torch.save({"kind": KIND, "parts": parts}, file))
     return lines
@@ -271,14 +295,13 @@ def read_former(cache):
         return {}, []
     try:
         content = load_checkpoint(cache)
-    except ValueError as error:
+    except ValueError:
         with open(cache, "rb") as file:
             beginning = file.read(len(ZIP))
         if beginning and beginning != ZIP:
             content = None
         else:
-            reason = str(error).splitlines()[0]
-            return {}, [f"ATTENTION: {cache} cannot be used and is made again: {reason}"]
+            return {}, [f"ATTENTION: {cache} is damaged and is made again"]
     if not is_cache(content):
         raise ValueError(f"{cache} is no cache of structures, and would be overwritten; expected "
                          "the name of a new file, or of one that data.cache has made.")
@@ -353,9 +376,15 @@ def read_proteins(path, ca_only):
 
 
 def one_line(text, file):
-    """A reason without the path, cut."""
+    """A reason without the path: as many of its sentences as are short enough, or the beginning of
+    the first."""
     text = " ".join(text.split()).replace(f"{file.path} cannot be read: ", "")
-    return text if len(text) <= 120 else text[:117] + "..."
+    if len(text) <= LONGEST_REASON:
+        return text
+    sentences, ends, _ = text[:LONGEST_REASON].rpartition(". ")
+    if ends:
+        return sentences
+    return textwrap.shorten(text, LONGEST_REASON, placeholder=" ...")
 
 
 def check_broken(source, broken, n_files, most_broken):
@@ -363,26 +392,48 @@ def check_broken(source, broken, n_files, most_broken):
     n_read = n_files - len(broken)
     if n_read and len(broken) <= most_broken * n_files:
         return
-    raise ValueError(f"{source}: {len(broken):,} of {n_files:,} files cannot be read, more than "
-                     f"data.most_broken {most_broken:g} of them: {first_of(broken)}. Remove or "
-                     "mend these, or raise data.most_broken.")
+    why = "and there is no other"
+    if n_read:
+        why = f"more than data.most_broken {most_broken:g} of them, which may be raised"
+    refuse(broken, f"{source}: {len(broken):,} of {count(n_files, 'file')} cannot be read, {why}. "
+                   "Remove or mend these:", MOST_NAMED)
+
+
+def count(n, thing):
+    """A number of things, in words."""
+    return f"{n:,} {thing}{'' if n == 1 else 's'}"
 
 
 def first_of(texts):
-    """The first ones, and how many more there are."""
-    more = f"; and {len(texts) - MOST_NAMED:,} more" if len(texts) > MOST_NAMED else ""
-    return "; ".join(texts[:MOST_NAMED]) + more
+    """The first ones, and how many more there are: a list of texts."""
+    if len(texts) <= MOST_NAMED:
+        return texts
+    return [*texts[:MOST_NAMED], f"and {len(texts) - MOST_NAMED:,} more"]
 
 
 def describe_part(name, source, part, origin):
     """Lines on a source."""
     n_rows = int(part["n_rows"].sum())
-    lines = [f"{name}: {source}: {len(part['names']):,} structures, {len(part['n_rows']):,} "
-             f"chains, {n_rows:,} rows, {origin}"]
+    n_chains = len(part["n_rows"])
+    n_designed = sum(len(group) for groups in StructureSet(part).groups for group in groups)
+    lines = [f"{name}: {source}: {count(len(part['names']), 'structure')}, "
+             f"{count(n_chains, 'chain')}: {n_designed:,} designed, {n_chains - n_designed:,} "
+             f"context; {count(n_rows, 'row')}, {origin}"]
     if part["broken"]:
-        lines.append(f"ATTENTION: {len(part['broken']):,} files of {source} cannot be read and are "
-                     f"left out: {first_of(part['broken'])}")
+        lines.append(f"ATTENTION: {count(len(part['broken']), 'file')} of {source} cannot be read, "
+                     "so left out:")
+        lines += [f"  {text}" for text in first_of(part["broken"])]
     return lines
+
+
+def describe_unused(source):
+    """A line on columns of a list that are not used."""
+    if Path(source).is_dir():
+        return []
+    _, unused = list_columns(Path(source))
+    if not unused:
+        return []
+    return [f"  not used, columns of {source}: {', '.join(first_of(unused))}"]
 
 
 # ---- chains that are alike ----
@@ -405,24 +456,29 @@ def number_families(part, identity, alive, progress):
     """(n,) int64, a number for each structure: equal for those of one family.
 
     Two structures are relatives if a chain of one is a relative of a chain of the other, and a
-    family are all that are connected by relatives. identity: None: -1, they are not needed."""
+    family are all that are connected by relatives. A chain of fewer than SHORTEST_COMPARED residues
+    is a relative of equal ones alone. identity: None: -1, they are not needed."""
     n = len(part["names"])
     if identity is None:
         return torch.full((n,), -1)
     structures = StructureSet({**part, "families": torch.full((n,), -1), "identity": identity})
-    return integers(number_by_relatives(structures.sequences, identity, alive, progress))
+    return integers(number_by_relatives(structures.sequences, identity, alive, progress,
+                                        SHORTEST_COMPARED))
 
 
 def number_by_relatives(sequences, share, alive=lambda: None,
-                        progress=lambda items, text: items):
+                        progress=lambda items, text: items, shortest=0):
     """List of a number for each of n things: equal for those that are connected by relatives.
 
-    sequences: of each thing, a list of texts without X."""
-    distinct = sorted({text for texts in sequences for text in texts})
+    sequences: of each thing, a list of texts without X. An empty one has no relatives, and one
+    shorter than `shortest` those that are equal."""
+    distinct = sorted({text for texts in sequences for text in texts if text})
     place = {text: len(sequences) + number for number, text in enumerate(distinct)}
-    pairs = [(number, place[text]) for number, texts in enumerate(sequences) for text in texts]
-    for one, other in relatives(distinct, share, alive, progress):
-        pairs.append((len(sequences) + one, len(sequences) + other))
+    pairs = [(number, place[text]) for number, texts in enumerate(sequences)
+             for text in texts if text]
+    compared = [text for text in distinct if len(text) >= shortest]
+    for one, other in relatives(compared, share, alive, progress):
+        pairs.append((place[compared[one]], place[compared[other]]))
     numbers = [-1] * len(sequences)
     for family, members in enumerate(connected(len(sequences) + len(distinct), pairs)):
         for member in members:
@@ -437,29 +493,50 @@ def choose_usable(structures: StructureSet, max_length: int) -> tuple[np.ndarray
     """(Numbers of the structures that can be used, lines on those that are left out).
 
     Left out are those with more rows than max_length, with fewer than LEAST_RESOLVED resolved
-    residues, or without a known residue in the chains to design.
+    residues, without a known residue in the chains to design, or equal to one before them, such as
+    an entry that is there as PDB and as mmCIF.
     Raises: ValueError if none is left."""
     is_long = structures.lengths > max_length
     is_short = structures.resolved_counts < LEAST_RESOLVED
     is_empty = np.array([not groups for groups in structures.groups], bool)
+    is_copy = find_first(structures) < np.arange(len(structures))
+    is_copy &= ~(is_long | is_short | is_empty)
     reasons = []
     for n, words in ((is_long.sum(), f"longer than data.max_length {max_length:,} rows"),
                      ((is_short & ~is_long).sum(), f"with fewer than {LEAST_RESOLVED} resolved "
                                                    "residues"),
-                     ((is_empty & ~is_short & ~is_long).sum(), "without a residue to design")):
+                     ((is_empty & ~is_short & ~is_long).sum(), "without a residue to design"),
+                     (is_copy.sum(), f"equal to another ({describe_copies(structures, is_copy)})")):
         if n:
             reasons.append(f"{n:,} {words}")
-    numbers = np.flatnonzero(~(is_long | is_short | is_empty))
+    numbers = np.flatnonzero(~(is_long | is_short | is_empty | is_copy))
     if not len(numbers):
-        raise ValueError(f"none of {len(structures):,} structures can be used: "
+        raise ValueError(f"none of {count(len(structures), 'structure')} can be used: "
                          f"{', '.join(reasons)}; expected some.")
     if not reasons:
         return numbers, []
     return numbers, [f"  left out: {', '.join(reasons)}"]
 
 
-def hold_out(structures: StructureSet, numbers: np.ndarray,
-             fraction: float) -> tuple[np.ndarray, np.ndarray, list[str]]:
+def find_first(structures):
+    """(n,) int64, for each structure the number of the first that is equal in letters, coordinates
+    and groups: often its own."""
+    first_of_content = {}       # (key, groups) -> number
+    contents = zip(structures.keys.tolist(), structures.groups)
+    return np.array([first_of_content.setdefault(content, number)
+                     for number, content in enumerate(contents)], np.int64)
+
+
+def describe_copies(structures, is_copy):
+    """Text on the structures that are equal to one before them. is_copy: (n,) bool."""
+    first = find_first(structures)
+    names = structures.names
+    return "; ".join(first_of([f"{names[number]} is {names[first[number]]}"
+                               for number in np.flatnonzero(is_copy)]))
+
+
+def hold_out(structures: StructureSet, numbers: np.ndarray, fraction: float,
+             left_out: str = "") -> tuple[np.ndarray, np.ndarray, list[str]]:
     """(Numbers to train on, numbers to validate with, lines): whole families are held out.
 
     Families come in an order that their sequences alone decide, and each is held out that fits into
@@ -468,14 +545,11 @@ def hold_out(structures: StructureSet, numbers: np.ndarray,
     Args:
         structures: with families, see Reading.split.
         fraction:   of the structures.
+        left_out:   text on the structures that are not among the numbers, for a refusal.
     Raises: ValueError if all are of one family."""
     families, sizes = np.unique(structures.families[numbers], return_counts=True)
     if len(families) < 2:
-        raise ValueError(f"all {len(numbers):,} structures are of one family, connected by chains "
-                         f"of {structures.identity:.0%} identity or more, as those of all "
-                         "antibodies are; expected two families or more. Give other structures for "
-                         "validation (data.val_structures), a higher data.identity, such as 0.9, "
-                         "or data.val_fraction=0 to train without validation.")
+        refuse_split(len(numbers), structures.identity, left_out)
     texts = letters_of_families(structures, numbers)
     draws = np.array([draw_of(texts[family]) for family in families])
     left = max(fraction * len(numbers), sizes.min())
@@ -487,9 +561,9 @@ def hold_out(structures: StructureSet, numbers: np.ndarray,
     is_val = np.isin(structures.families[numbers], held)
     train = numbers[~is_val]
     val = numbers[is_val]
-    lines = [f"  {len(train):,} structures for training, {len(val):,} of other families for "
+    lines = [f"  {count(len(train), 'structure')} for training, {len(val):,} of other families for "
              f"validation (of {len(families):,}; identity of chains below "
-             f"{structures.identity:.0%}; the largest has {sizes.max():,} structures)"]
+             f"{structures.identity:.0%}; the largest has {count(int(sizes.max()), 'structure')})"]
     share = len(val) / len(numbers)
     if not fraction / MOST_MISSED <= share <= fraction * MOST_MISSED:
         lines.append(f"ATTENTION: {share:.0%} of the structures are held out for validation, but "
@@ -503,6 +577,20 @@ def hold_out(structures: StructureSet, numbers: np.ndarray,
     return train, val, lines
 
 
+def refuse_split(n, identity, left_out):
+    """ValueError for n structures of one family."""
+    found = "there is one structure, which cannot be split"
+    higher = ""
+    if n > 1:
+        found = (f"all {n:,} structures are of one family, connected by chains of {identity:.0%} "
+                 "identity or more, as those of all antibodies are")
+        higher = "a higher data.identity, such as 0.9, "
+    before = f"{left_out.strip()}; " if left_out else ""
+    raise ValueError(f"{before}{found}; expected two families or more. Give other structures for "
+                     f"validation (data.val_structures), {higher}or data.val_fraction=0 to train "
+                     "without validation.")
+
+
 def letters_of_families(structures, numbers):
     """{family: text of the different sequences of its chains}."""
     letters = {}
@@ -513,16 +601,18 @@ def letters_of_families(structures, numbers):
 
 
 def describe_shared(structures: StructureSet, numbers: np.ndarray, others: StructureSet,
-                    other_numbers: np.ndarray) -> list[str]:
-    """A line of warning if structures of validation, the others, have a chain of training."""
+                    other_numbers: np.ndarray, name: str = "validation") -> list[str]:
+    """A line of warning if structures that are not trained on, the others, have a chain of
+    training. name: of the others."""
     known = {text for number in numbers for text in structures.sequences[number]
              if len(text) >= LEAST_RESOLVED}
     shared = [others.names[number] for number in other_numbers
               if known.intersection(others.sequences[number])]
     if not shared:
         return []
-    return [f"ATTENTION: {len(shared):,} structures of validation have a chain that is in "
-            f"training, first {shared[0]}: validation does not tell about new proteins."]
+    has = "has" if len(shared) == 1 else "have"
+    return [f"ATTENTION: {count(len(shared), 'structure')} of {name} {has} a chain that is in "
+            f"training, first {shared[0]}: {name} does not tell about new proteins"]
 
 
 def fingerprint(structures: StructureSet, numbers: np.ndarray) -> dict:

@@ -398,7 +398,7 @@ def test_a_mutation_of_copies_is_that_of_all_of_them(options, score, command):
     assert scores_of(rows) == pytest.approx(scores_of(by_name), abs=2e-5)
     scan, _ = command("w.pt", "two.pdb", "--scan", *options)
     assert len(scan) == 209
-    one, = [row for row in scan if row["mutation"] == "K11W"]
+    one, = [row for row in scan if row["mutation"] == "A:K11W,B:K11W"]
     assert float(one["score"]) == pytest.approx(scores_of(by_name)[0], abs=2e-5)
 
 
@@ -433,8 +433,63 @@ def test_copies_are_combined_and_compared_with_a_table_of_copies(command, folder
     rows, _ = command(*options, "--top", "3", "--unmeasured", "t.csv")
     assert len(rows) == 3 and first not in [row["mutation"] for row in rows]
     combined, _ = command(*options, "--top", "4", "--combine", "2", "--out", "c.csv")
-    again, _ = command("w.pt", "--mutations", "c.csv", "--copies")
-    assert [row["score"] for row in again] == [row["table_score"] for row in again]
+    for option in ([], ["--copies"]):
+        again, _ = command("w.pt", "--mutations", "c.csv", *option)
+        assert [row["score"] for row in again] == [row["table_score"] for row in again]
+    again, _ = command(*options, "--top", "3", "--unmeasured", "c.csv", "--combine", "2")
+    assert not {row["mutation"] for row in again} & {row["mutation"] for row in combined}
+
+
+@pytest.mark.parametrize("options", [[], ["--partners", "A_B"], ["--top", "5"],
+                                     ["--partners", "A_B", "--top", "4", "--combine", "2"],
+                                     ["--fixed_chains"]])
+def test_a_result_of_copies_means_the_same_with_and_without_the_option(options, command, folder):
+    rows, _ = command("w.pt", "two.pdb", "--scan", "--mutable_positions", "A10-A14", "--copies",
+                      *options, "--out", "c.csv")
+    for option in ([], ["--copies"]):
+        again, _ = command("w.pt", "--mutations", "c.csv", *option)
+        assert [row["score"] for row in again] == [row["table_score"] for row in again]
+        assert all(row["chain"] == "" and row["mutation"].count("A:") == row["mutation"].count("B:")
+                   for row in again)
+
+
+def test_copies_whose_names_the_text_cannot_hold_are_refused(command, folder):
+    text = (folder / "two.pdb").read_text()
+    lines = [f"{line[:20]}{'AA' if line[21] == 'A' else 'BB'}{line[22:]}\n"
+             for line in text.splitlines() if line.startswith("ATOM")]
+    (folder / "long.pdb").write_text("".join(lines))
+    _, said = command("w.pt", "long.pdb", "--scan", "--copies", code=2)
+    assert "found --copies, and chain AA in long.pdb; expected names of one letter or digit" in said
+
+
+@pytest.mark.parametrize("options, said", [
+    (["--fixed_chains"], "found --fixed_chains, and m.csv with a column partners"),
+    (["--partners", "B_A"], "found --partners B_A, and m.csv, whose column partners names them")])
+def test_options_that_a_column_of_partners_makes_idle_are_refused(options, said, score):
+    table = "pdb_file,partners,mutation\ntwo.pdb,A_B,KA11W\n"
+    assert said in score(table, *options, code=2)[1]
+
+
+def test_rows_without_partners_take_those_of_the_option(score):
+    table = "pdb_file,partners,mutation\ntwo.pdb,A_B,KA11W\ntwo.pdb,,KB11W\n"
+    assert len(score(table, "--partners", "A_B")[0]) == 2
+    _, said = score(table, code=2)
+    assert "--partners HL_A names those of lines without" in said
+
+
+def test_copies_may_be_named_with_a_comma(score):
+    rows, _ = score("K11W\n", "two.pdb", "--copies", "A,B")
+    assert rows[0]["mutation"] == "A:K11W,B:K11W"
+
+
+def test_notes_are_told_in_lines_of_80_columns(score, folder):
+    name = "two_of_a_longer_name_than_that_of_others.pdb"
+    (folder / name).write_text((folder / "two.pdb").read_text())
+    lines = "".join(f"{name},A_B,KA11{letter}\n" for letter in "ACDEFGHI")
+    _, said = score(f"pdb_file,partners,mutation\n{lines}{name},A_B,WA11C\n")
+    assert "8 variants of binding, of 1 pair of partners, such as A and B of" in said
+    assert "line 10: A:W11C: in chain A of two_of_a_longer" in said
+    assert max(map(len, said.splitlines())) <= 80
 
 
 # ---- SEDD ----
@@ -617,6 +672,8 @@ score_mutations.main()
     ("M9A\nK10A\nT11A\nA12G\n", "one.pdb", "With every number 1 larger, all do"),
     ("K11W\n", "one.pdb --bfloat16", "found --bfloat16 with weights of ProteinMPNN"),
     ("KA11W\n", "two.pdb --partners A_B --interface 8", "found --interface without --scan"),
+    ("A:K11W\nB:K11W\n", "two.pdb --chains A",
+     "found --chains A, and 1 of 2 variants in other chains, such as line 2 of m.csv: B:K11W"),
     ("KA11W\n", "two.pdb --partners A_B --fixed_chains", "found --fixed_chains with --partners"),
     ("KA11W\n", "two.pdb --partners A_A", "A"),
     ("KA11W\n", "two.pdb --partners AB", "AB"),
@@ -673,6 +730,8 @@ def test_a_run_folder_of_proteinmpnn_is_refused_with_the_file_to_give(command, f
     ("w.pt --scan", "found --scan without a protein"),
     ("w.pt one.pdb --scan --measured ddg", "found --measured with --scan"),
     ("none.pt one.pdb --scan", "there is no file none.pt"),
+    ("w.pt two.pdb --scan --partners=", "found --partners without chains; expected those of the"),
+    ("w.pt two.pdb --scan --copies A,", "found an empty name in --copies; expected names such as"),
     ("w.pt two.pdb --scan --interface 8", "found --interface without --scan and --partners"),
     ("w.pt two.pdb --scan --partners A_B --interface 0", "expected a distance above 0 Angstrom"),
     ("one.pdb one.pdb --scan", "one.pdb cannot be read"),

@@ -688,8 +688,25 @@ def test_proteins_in_training_and_validation_are_named(tmp_path):
     for train in ("table.csv", "rest.csv"):
         config = config_of(data__train_data=tmp_path / train, data__val_data=tmp_path / "val.csv")
         notes[train] = " ".join(load_data(config).description)
-    assert "1 protein(s) are in training and validation" in notes["table.csv"]
-    assert "in training and validation" not in notes["rest.csv"]
+    assert "1 protein of validation, or of its group, is in training" in notes["table.csv"]
+    assert "is in training" not in notes["rest.csv"]
+
+
+def test_a_group_in_training_and_validation_is_named(tmp_path):
+    """s0 is in one table, s1 in the other, and the group g is theirs."""
+    lines = write_table(tmp_path).read_text().splitlines()
+    files = {}
+    for name in ("s0", "s1"):
+        own = [f"{line},g" for line in lines[1:] if line.startswith(f"{name}.")]
+        files[name] = tmp_path / f"{name}.csv"
+        files[name].write_text("\n".join([f"{lines[0]},group", *own]) + "\n")
+    said = {}
+    for group in ("group", "null"):
+        config = config_of(data__train_data=files["s0"], data__val_data=files["s1"],
+                           table__group=group)
+        said[group] = " ".join(load_data(config).description)
+    assert "of its group, is in training, first s1." in said["group"]
+    assert "is in training" not in said["null"]
 
 
 def test_another_validation_table_is_other_data(tmp_path):

@@ -248,6 +248,7 @@ def test_validation_is_the_mean_over_all_residues_that_may_be_designed(cache, tm
 def test_a_run_on_other_structures_tells_what_it_does_to_them(cache, tmp_path, base, capsys):
     run(tiny(cache, **fine_tuning(base)), tmp_path / "w")
     out = capsys.readouterr().out
+    assert all(len(line) <= 80 for line in out.splitlines() if str(tmp_path.parent) not in line)
     _, _, table = out.partition("Finished")
     lines = [line.split() for line in table.splitlines()]
     heads = [line[0] for line in lines if line and line[0] in ("validation", "others", "before",
@@ -263,6 +264,15 @@ def test_a_run_on_other_structures_tells_what_it_does_to_them(cache, tmp_path, b
                 for row in (before, best, evaluated[-1])]
     assert shown == pytest.approx(expected, abs=6e-5)
     assert before["val/perplexity"] == pytest.approx(math.exp(before["val/loss"]))
+
+
+def test_without_validation_the_others_are_still_evaluated(cache, tmp_path, base, capsys):
+    config = tiny(cache, data__val_fraction=0, **fine_tuning(base))
+    run(config, tmp_path / "w")
+    assert [row["step"] for row in rows(tmp_path / "w") if "other/loss" in row] == [0, 3, 6]
+    assert not (tmp_path / "w" / "best_model.pt").exists()
+    out = capsys.readouterr().out
+    assert "others" in out and f"weights   {tmp_path / 'w' / 'latest_model.pt'}" in out
 
 
 def test_what_is_written_is_read_as_weights_of_proteinmpnn(cache, tmp_path):
@@ -387,10 +397,28 @@ def test_a_resume_is_refused_for_other_structures_or_base_weights(cache, folders
         run(tiny(cache, **fine_tuning(other)), tmp_path / "w")
     shutil.copytree(folders[0], tmp_path / "more")
     write_structure(tmp_path / "more", "new.pdb", 50, [40])
-    for changed in ("data.structures", "data.other_structures"):
+    for changed in ("data.structures", "data.val_structures"):
         with pytest.raises(ValueError, match="trained on other structures"):
             run(tiny({**cache, changed: tmp_path / "more", "data.cache": tmp_path / "more.pt"},
                      **fine_tuning(base)), tmp_path / "w")
+
+
+def test_other_structures_may_be_left_out_and_added_on_the_way(cache, folders, tmp_path, base):
+    """They decide nothing."""
+    more = {"data__cache": tmp_path / "c.pt", **fine_tuning(base)}
+    without = {**cache, "data.other_structures": "null"}
+    run(tiny(cache, training__n_iters=3, **more), tmp_path / "w")
+    run(tiny(without, training__n_iters=6, **more), tmp_path / "w")
+    run(tiny(cache, training__n_iters=9, **more), tmp_path / "w")
+    evaluated = [row["step"] for row in rows(tmp_path / "w") if "other/loss" in row]
+    assert evaluated == [0, 3, 9]
+
+
+def test_other_structures_that_are_trained_on_are_told(folders, tmp_path, capsys):
+    settings = {"data.structures": folders[0], "data.other_structures": folders[0]}
+    prepare(tiny(settings), Ddp(), tmp_path / "w")
+    out = " ".join(capsys.readouterr().out.split())
+    assert "structures of data.other_structures have a chain that is in training" in out
 
 
 # ---- input and options ----
@@ -409,12 +437,23 @@ def test_wrong_input_ends_with_one_message(folders, tmp_path):
 
 
 @pytest.mark.parametrize("more, words_of_it", [
+    ({"training__micro_batches": 40}, "expected one for each"),
+    ({"data__max_length": 25}, "left out: 13 longer than data.max_length 25 rows; there is one")])
+def test_what_the_structures_do_not_allow_is_refused(folders, tmp_path, more, words_of_it):
+    with pytest.raises(ValueError, match=words_of_it):
+        prepare(tiny({"data.structures": folders[0]}, **more), Ddp(), tmp_path / "w")
+    assert not (tmp_path / "w").exists()
+
+
+@pytest.mark.parametrize("more, words_of_it", [
     ({"data__val_fraction": 0, "training__patience": 2}, "training.patience is 2"),
-    ({"training__micro_batches": 40}, "expected one for each")])
-def test_what_the_structures_do_not_allow_is_refused(cache, tmp_path, more, words_of_it):
-    with pytest.raises(ValueError) as caught:
-        prepare(tiny(cache, **more), Ddp(), tmp_path / "w")
-    assert words_of_it in str(caught.value) and not (tmp_path / "w").exists()
+    ({"data__cache": "absent/c.pt"}, "in a folder that is missing")])
+def test_what_can_be_refused_before_structures_are_read_leaves_no_file(folders, tmp_path, more,
+                                                                       words_of_it, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=words_of_it):
+        prepare(tiny({"data.structures": folders[0]}, **more), Ddp(), tmp_path / "w")
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_default_cache_survives_a_fresh_start(folders, tmp_path, capsys):
@@ -441,7 +480,7 @@ def test_a_plan_shows_batch_rate_and_memory_without_structures(name):
     text = describe_plan(config, "1,2,8")
     rows_of_ranks = [line.split() for line in text.splitlines() if line.strip()[:1] in "128"]
     assert [row[:2] for row in rows_of_ranks[:2]] == [["1", "10,000"], ["2", "10,000"]]
-    assert "refused with 8 rank(s)" in text and "memory of a rank, about" in text
+    assert "refused with 8 rank(s)" in text and "memory of a rank, up to" in text
 
 
 def test_defaults_are_the_published_recipe():

@@ -11,6 +11,7 @@ from proteins.mutations import (measured_values, place_all, place_on_sequences, 
                                 scan_structure)
 from proteins.places import content_of
 from proteins.proposals import measured_variants
+from proteins.scores import table_text
 from proteins.structures import Complex, read_structure
 from mpnn_cases import Atoms, refusal, write
 
@@ -153,7 +154,7 @@ def test_a_protein_of_binding_has_both_partners_alone(folder):
         Complex(structure, ["H", "L"]).key, Complex(structure, ["A"]).key]
     assert residues(protein) == [{("H", "2", ALA), ("A", "2", CYS)}, {("L", "2", ALA)},
                                  {("L", "4", ALA)}]
-    assert "3 variants of binding, of 1 pair(s) of partners, such as H L and A of x.pdb" in note
+    assert "3 variants of binding, of 1 pair of partners, such as H L and A of x.pdb" in note
 
 
 def test_other_partners_of_the_same_chains_are_another_protein(folder):
@@ -174,6 +175,14 @@ def test_the_partners_of_a_line_come_before_the_option(folder):
     proteins, _ = placed(table_of(folder, "HL_A,,H:K2A,1", ",,H:K2A,1"), partners="H_L")
     assert [[partner.design for partner in protein.partners] for protein in proteins] == [
         [("H", "L"), ("A",)], [("H",), ("L",)]]
+
+
+def test_rows_without_partners_beside_others_are_told(folder):
+    proteins, note = placed(table_of(folder, "HL_A,,H:K2A,1", ",,H:K2C,1", ",,L:K2A,1"))
+    assert [bool(protein.partners) for protein in proteins] == [True, False, False]
+    assert "2 have no partners (first in line 3), so they are not of binding" in note
+    _, note = placed(table_of(folder, "HL_A,,H:K2A,1"))
+    assert "no partners" not in note
 
 
 def test_a_row_of_the_wild_type_is_of_its_partners(folder):
@@ -399,6 +408,38 @@ def test_a_scan_of_copies_has_each_residue_once(folder):
     assert "1 residue(s) are not there in a copy, such as B3, and mutated in the others" in note
 
 
+def test_copies_that_are_not_mutated_are_not_told(folder):
+    path = folder / "x.pdb"
+    _, note = scan_structure(path, positions=["A2", "H2"], copies=[])
+    assert note.endswith("a mutation is in all copies of its chain: A B")
+    with pytest.raises(ValueError, match="found no copies of the chains H; expected"):
+        scan_structure(path, positions=["H2"], copies=[])
+
+
+def test_positions_that_cannot_be_mutated_are_told(tmp_path):
+    atoms = Atoms().add("A", 1, "ALA").add("A", 2, "GLY", atoms=("CA",)).add("A", 3, "ALA")
+    path = write(tmp_path, atoms.add("B", 1, "LYS").add("B", 2, "UNK").pdb(), "x.pdb")
+    _, note = scan_structure(path, positions=["A1-A3", "B2"])
+    assert "2 of these are not mutated, as they lack a letter or " in note
+    assert note.endswith(": A2, B2")
+    _, note = scan_structure(path, positions=["A1", "A3"])
+    assert "not mutated" not in note
+
+
+def test_an_interface_without_residues_is_refused_with_the_nearest(folder):
+    path = folder / "x.pdb"
+    with pytest.raises(ValueError, match=r"within 0.001 Angstrom of the other partner; the "
+                                         r"nearest is \d+\.\d Angstrom away.*larger --interface"):
+        scan_structure(path, partners="HL_A", interface=0.001)
+    with pytest.raises(ValueError, match="found no residue to mutate within 0.001 Angstrom"):
+        scan_structure(path, partners="HL_A", interface=0.001, positions=["H2"])
+
+
+def test_partners_with_blanks_for_commas_are_refused(folder):
+    with pytest.raises(ValueError, match="found 'H L_A' as partners; expected two sides, such as"):
+        scan_structure(folder / "x.pdb", partners="H L_A")
+
+
 def test_a_scan_of_copies_reads_back_as_a_table(folder):
     (scan,), _ = scan_structure(folder / "x.pdb", chains=["A"], copies=[])
     rows = [f",{variant.cells['chain']},{variant.cells['mutation']},1" for variant in scan.variants]
@@ -410,6 +451,27 @@ def test_a_scan_of_copies_reads_back_as_a_table(folder):
 def test_all_copies_alone_are_one_protein_where_others_are_not_seen(folder):
     proteins, _ = scan_structure(folder / "x.pdb", see_all=False, copies=[])
     assert [protein.complex.design for protein in proteins] == [("A", "B"), ("H",), ("L",), ("Z",)]
+
+
+@pytest.mark.parametrize("text, options", [
+    ("D2A", {"copies": [], "chain": "A"}), ("D2A", {"partners": "HL_A", "chain": "A"}),
+    ("D2A:H:K2A", {"partners": "HL_A", "chain": "A"}), ("D2A", {"chain": "B"}),
+    ("B:D2A", {"copies": []}), ("A:C3A:B:Y4A", {"copies": []}),
+    ("B:D2A:H:K2A", {}), ("A:D2A", {"partners": "HL_A"})])
+def test_a_result_says_the_chain_that_an_option_gave(text, options, folder):
+    def placed_of(path, **options):
+        proteins, _ = place_all(read_mutations(path), **options)
+        return proteins
+
+    list_of_one = write(folder, f"{text}\n", "list.txt")
+    (protein,) = placed_of(list_of_one, structure=folder / "x.pdb", **options)
+    result = write(folder, table_text([protein], {"score": [np.zeros(1)]}, "w", folder), "out.csv")
+    for copies in (None, options.get("copies")):
+        (again,) = placed_of(result, copies=copies)
+        assert residues(again) == residues(protein)
+        assert again.complex.key == protein.complex.key
+        assert ([partner.key for partner in again.partners]
+                == [partner.key for partner in protein.partners])
 
 
 # ---- a public table ----

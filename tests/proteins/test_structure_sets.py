@@ -2,6 +2,7 @@
 import gzip
 import os
 import shutil
+from pathlib import Path
 
 import gemmi
 import numpy as np
@@ -78,8 +79,31 @@ def test_a_list_gives_its_structures_with_the_chains_to_design(tmp_path):
                      (tmp_path / "structures/a.pdb", ("B", "A"))]
 
 
+@pytest.mark.parametrize("header", [
+    "pdb_file,chain", "PDB_file,chains", "pdb file,Design_Chains", "PdbFile,CHAIN"])
+def test_the_columns_of_a_list_are_known_in_any_case(tmp_path, header):
+    folder = folder_of(tmp_path, TWO)
+    table = write(folder, f"{header}\na.pdb,B\nb.pdb,\n", "list.csv")
+    assert [(file.name, file.chains) for file in find_structures(table)] == [
+        ("a.pdb", ("B",)), ("b.pdb", ())]
+    structures, said = made(tmp_path, table)
+    assert structures.groups == [(("B",),), (("A",),)]
+    assert "2 structures, 3 chains: 2 designed, 1 context; 120 rows" in said
+    assert "not used" not in said
+
+
+def test_columns_of_a_list_that_are_not_used_are_named(tmp_path):
+    folder = folder_of(tmp_path, TWO)
+    table = write(folder, "pdb_file,kind,chains_to_design\na.pdb,x,B\nb.pdb,x,A\n", "list.csv")
+    for _ in range(2):      # read, and from the cache
+        _, said = made(tmp_path, table)
+        assert f"not used, columns of {table}: kind, chains_to_design" in said
+        assert "3 chains: 3 designed, 0 context" in said
+
+
 @pytest.mark.parametrize("text, words", [
     ("structure\na.pdb\n", "no column pdb_file"),
+    ("pdb_file,chain,chains\na.pdb,A,B\n", "columns chain and chains; expected one"),
     ("pdb_file\nc.pdb\n", "line 2: there is no file c.pdb"),
     ("pdb_file,chains\n,A\n", "line 2: there is no file"),
     ("pdb_file\na.pdb\n./a.pdb\n", "line 3: ./a.pdb is in line 2"),
@@ -143,20 +167,40 @@ def test_files_that_cannot_be_read_are_left_out_with_their_names(tmp_path):
     write(folder, "no structure", "broken.pdb")
     structures, said = made(tmp_path, folder, most_broken=0.4)
     assert structures.names == ["a.pdb", "b.pdb"]
-    assert "1 files" in said and "broken.pdb" in said
+    assert f"1 file of {folder} cannot be read" in said and "\n  broken.pdb (" in said
 
 
 def test_too_many_files_that_cannot_be_read_are_refused(tmp_path):
     folder = folder_of(tmp_path, TWO)
     write(folder, "no structure", "broken.pdb")
-    with pytest.raises(ValueError, match="1 of 3 files cannot be read.*broken.pdb"):
+    with pytest.raises(ValueError, match="(?s)1 of 3 files cannot be read.*broken.pdb"):
         made(tmp_path, folder, most_broken=0.3)
     assert not (tmp_path / "cache.pt").exists()
 
 
+@pytest.mark.parametrize("most_broken", [0.3, 0.99])
+def test_ten_files_that_cannot_be_read_are_named_with_reasons_of_whole_sentences(tmp_path,
+                                                                                 most_broken):
+    folder = folder_of(tmp_path, TWO)
+    ca_only = Atoms()
+    for number in range(1, 30):
+        ca_only.add("A", number, "GLY", ["CA"])
+    for number in range(12):
+        write(folder, ca_only.pdb(), f"c{number:02}.pdb")
+    if most_broken < 0.5:
+        with pytest.raises(ValueError) as caught:
+            made(tmp_path, folder, most_broken=most_broken)
+        said = str(caught.value)
+    else:
+        _, said = made(tmp_path, folder, most_broken=most_broken)
+    named = [line for line in said.splitlines() if ".pdb (" in line]
+    assert len(named) == 10 and "and 2 more" in said and "..." not in said
+    assert named[0] == ("  c00.pdb (it has CA atoms only; expected N, CA, C and O of each residue)")
+
+
 def test_a_folder_in_which_nothing_can_be_read_is_refused(tmp_path):
     write(tmp_path, "no structure", "broken.pdb")
-    with pytest.raises(ValueError, match="1 of 1 files cannot be read"):
+    with pytest.raises(ValueError, match="1 of 1 file cannot be read, and there is no other"):
         made(tmp_path, tmp_path, most_broken=1)
 
 
@@ -209,6 +253,21 @@ def test_other_settings_read_again(tmp_path, setting, monkeypatch):
         made(tmp_path, folder, **setting)
 
 
+@pytest.mark.parametrize("file", ["structures.py", "identity.py", "structure_sets.py"])
+def test_other_code_reads_again(tmp_path, file, monkeypatch):
+    folder = folder_of(tmp_path, TWO)
+    made(tmp_path, folder)
+    read_bytes = Path.read_bytes
+
+    def of_other_code(path):
+        more = b"another version" if path.name == file else b""
+        return read_bytes(path) + more
+
+    monkeypatch.setattr(Path, "read_bytes", of_other_code)
+    _, lines = made(tmp_path, folder)
+    assert "kept in" in lines
+
+
 @pytest.mark.parametrize("kept", [0, 1000, -1000])
 def test_a_damaged_cache_is_made_again_with_a_word(tmp_path, kept):
     folder = folder_of(tmp_path, TWO)
@@ -216,7 +275,7 @@ def test_a_damaged_cache_is_made_again_with_a_word(tmp_path, kept):
     cache = tmp_path / "cache.pt"
     cache.write_bytes(cache.read_bytes()[:kept])
     structures, said = made(tmp_path, folder)
-    assert f"ATTENTION: {cache} cannot be used" in said
+    assert f"ATTENTION: {cache} is damaged and is made again\n" in said
     assert len(structures) == 2
 
 
@@ -305,6 +364,24 @@ def test_structures_that_teach_nothing_or_are_too_long_are_left_out(tmp_path):
         choose_usable(structures, max_length=19)
 
 
+def test_an_entry_in_two_formats_is_used_once_with_a_word(tmp_path):
+    folder = folder_of(tmp_path, TWO)
+    text = gemmi.read_pdb_string(pdb_of(**TWO["a.pdb"])).make_mmcif_document().as_string()
+    write(folder, text, "a.cif")
+    structures, _ = made(tmp_path, folder)
+    numbers, lines = choose_usable(structures, max_length=100)
+    assert [structures.names[number] for number in numbers] == ["a.cif", "b.pdb"]
+    assert lines == ["  left out: 1 equal to another (a.pdb is a.cif)"]
+
+
+def test_copies_of_which_other_chains_are_designed_are_all_used(tmp_path):
+    folder = folder_of(tmp_path, {**TWO, "c.pdb": TWO["a.pdb"]})
+    table = write(folder, "pdb_file,chains\na.pdb,A\nc.pdb,B\n", "list.csv")
+    structures, _ = made(tmp_path, table)
+    numbers, lines = choose_usable(structures, max_length=100)
+    assert numbers.tolist() == [0, 1] and not lines
+
+
 def many(n_families, n_members=1):
     """{name: chains}: of each family one chain is shared, the other is each one's own."""
     files = {}
@@ -328,6 +405,23 @@ def test_structures_are_of_one_family_if_any_of_their_chains_are_relatives(tmp_p
     structures, _ = made(tmp_path, folder)
     a, b, c, d = structures.families
     assert a == b == c != d
+
+
+def test_a_peptide_makes_no_relatives_but_those_with_an_equal_one(tmp_path):
+    peptide = drawn(0, 200)[50:59]
+    folder = folder_of(tmp_path, {
+        "a.pdb": {"A": drawn(0, 200)}, "b.pdb": {"A": drawn(1), "P": peptide},
+        "c.pdb": {"A": drawn(2), "P": peptide}, "d.pdb": {"A": drawn(3), "P": peptide[:-1]}})
+    structures, _ = made(tmp_path, folder)
+    a, b, c, d = structures.families
+    assert b == c and len({a, b, d}) == 3
+
+
+def test_chains_without_a_known_letter_make_no_relatives(tmp_path):
+    folder = folder_of(tmp_path, {name: {"A": drawn(number), "B": "X" * 5}
+                                  for number, name in enumerate(("a.pdb", "b.pdb"))})
+    structures, _ = made(tmp_path, folder)
+    assert structures.families[0] != structures.families[1]
 
 
 def test_whole_families_are_held_out_as_many_as_asked_for(tmp_path):
@@ -368,6 +462,13 @@ def test_structures_of_one_family_cannot_be_split(tmp_path):
         hold_out(structures, np.arange(3), 0.1)
 
 
+def test_one_structure_is_no_family_of_antibodies_and_what_was_left_out_is_said(tmp_path):
+    structures, _ = made(tmp_path, folder_of(tmp_path, many(3)))
+    with pytest.raises(ValueError, match="^left out: 2 long; there is one structure") as caught:
+        hold_out(structures, np.arange(1), 0.1, "  left out: 2 long")
+    assert "antibodies" not in str(caught.value)
+
+
 def test_only_structures_that_are_used_are_split(tmp_path):
     structures, _ = made(tmp_path, folder_of(tmp_path, many(10)))
     train, val, _ = hold_out(structures, np.arange(2, 9), 0.3)
@@ -379,7 +480,9 @@ def test_a_chain_in_training_and_validation_is_told(tmp_path):
         "a.pdb": {"A": drawn(0)}, "b.pdb": {"A": drawn(1)}, "c.pdb": {"A": drawn(2), "B": drawn(0)},
         "d.pdb": {"A": drawn(3)}}))
     line, = describe_shared(structures, [0, 1], structures, [2, 3])
-    assert "1 structures" in line and "c.pdb" in line
+    assert "1 structure of validation has a chain" in line and "c.pdb" in line
+    line, = describe_shared(structures, [0, 1], structures, [0, 1, 2], "the others")
+    assert "3 structures of the others have a chain" in line
     assert describe_shared(structures, [0, 1], structures, [3]) == []
 
 

@@ -161,6 +161,17 @@ def test_any_number_of_ranks_draws_and_scores_the_same(checkpoint, tmp_path, mon
     assert len(said) == 2 and said[0] == said[1]
 
 
+@pytest.mark.parametrize("fasta, said", [
+    (">a\nM\n", "none, as only X was masked, or sequences have one residue"),
+    (">a\nM\n>b\nMKTA\n", "; without sequences of one residue: 1")])
+def test_sequences_of_one_residue_have_no_masked_residues(fasta, said, checkpoint, tmp_path,
+                                                          capsys):
+    (tmp_path / "one.fasta").write_text(fasta)
+    cli([str(checkpoint), "--score", str(tmp_path / "one.fasta")])
+    printed = " ".join(capsys.readouterr().err.split())
+    assert said in printed
+
+
 def test_ranks_with_other_files_are_refused(checkpoint, tmp_path):
     """Such as an old copy on one host. Each process has another /proc/self/stat."""
     done = fork_ranks(2, [ROOT / "sample_sedd.py", checkpoint, "--score", "/proc/self/stat"],
