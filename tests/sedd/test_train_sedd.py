@@ -26,6 +26,7 @@ import prepare_uniref50
 from sedd import evaluation as sedd_eval
 from sedd import batches as sequence_batches
 import train_dpo_ddp
+import train_mpnn_ddp
 import train_sedd_ddp
 from training.config import dump_yaml, load_config
 from training_runs import prepare_and_train
@@ -792,10 +793,13 @@ def test_real_proteins_are_learned_on_two_ranks(shared, tmp_path):
 
 # ---- config and bad input ----
 
+SCRIPTS = {"sedd": train_sedd_ddp, "dpo": train_dpo_ddp, "mpnn": train_mpnn_ddp}
+
+
 def test_every_shipped_config_and_the_keys_of_the_original_are_accepted():
     of_users_table = ["data.train_data=t.csv", "table.measured=ddg", "table.better=lower"]
     for path in (ROOT / "configs").glob("*.yaml"):
-        script = {"sedd": train_sedd_ddp, "dpo": train_dpo_ddp}[re.match("[a-z]+", path.name)[0]]
+        script = SCRIPTS[re.match("[a-z]+", path.name)[0]]
         given = of_users_table if path.name.endswith("_table.yaml") else []
         script.check_config(load_config(script.Config, path, given))
     check_config(load_config(Config, None, [
