@@ -41,13 +41,14 @@ from dpo import pair_batches, pair_scores, variant_scores, variant_sets
 from dpo.checks import config_problems, describe_former_reference
 from dpo.data import load_data
 from dpo.evaluation import (METRICS, evaluate, evaluate_start, mean_metrics, pair_metrics,
-                            result_lines, save_model)
+                            result_lines)
 from dpo.memory import describe_memory
 from dpo.pair_files import files_of
 from dpo.plan import Plan
 from dpo.reference import WITHOUT_REFERENCE, FrozenBase
 from mpnn.base import load_base, record_of
 from mpnn.batches import to_device
+from mpnn.evaluation import save_model
 from mpnn.record import TrainingRecord
 from training.command_line import (add_run_arguments, exit_with, preparing, print_plan, ranks_meet,
                                    read_command)

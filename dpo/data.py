@@ -342,7 +342,7 @@ def mutated_chain(variant_set):
 
 
 def describe_shared_proteins(train, val):
-    """Lists of warnings, if a file of validation has proteins, or groups, of the other."""
+    """List of a warning, if a file of validation has proteins, or groups, of the other."""
     sequences = {mutated_chain(variant_set) for variant_set in train}
     groups = {name for variant_set in train for name in variant_set.groups}
     shared = sorted({variant_set.name for variant_set in val

@@ -10,17 +10,15 @@ import time
 import torch
 from torch import Tensor
 
-from ddp_setup import save_checkpoint, unwrap_ddp
+from ddp_setup import unwrap_ddp
 from dpo.pair_scores import compare_natives, whole_natives
 from dpo.plan import rows_on_ranks
 from dpo.reference import WITHOUT_REFERENCE
 from dpo.variant_scores import correlate_variants
 from mpnn.batches import to_device
-from mpnn.model import to_checkpoint
-from mpnn.record import RECORD
-from training.loop import ADVICE, Diverged, eval_mode, record_score
+from mpnn.evaluation import keep_best
+from training.loop import eval_mode
 from training.problems import in_columns
-from training.resume import before_saving
 
 # Metrics of a pair, in the order in which pair_metrics lays them side by side. rewards: beta x
 # (ln p - ln p of the reference), or beta x ln p for losses without a reference. Also the order of
@@ -246,26 +244,7 @@ def say_attention(log, text):
     log.say(in_columns(f"ATTENTION: {text}", hanging="    "))
 
 
-# ---------------------------------------------------------------- models, texts
-def keep_best(run, log, values, ddp) -> None:
-    """Write best_model.pt if this is the best evaluation so far."""
-    score = values["val/loss"]
-    if not math.isfinite(score):
-        raise Diverged(f"step {run.progress['step']}: the loss is {score}; expected a finite "
-                       f"number. {ADVICE}")
-    if record_score(run, score, values, ddp):
-        save_model(run, log, ddp, "best_model.pt")
-
-
-def save_model(run, log, ddp, name) -> None:
-    """Write the weights of the policy to a file in the run folder, as other tools read them."""
-    before_saving(run, log)
-    step = run.progress["step"]
-    content = to_checkpoint(run.bare, epoch=step // run.steps_per_epoch, step=step,
-                            **{RECORD: run.record._asdict()})
-    save_checkpoint(run.work_dir / name, ddp, **content)
-
-
+# ---------------------------------------------------------------- texts
 def short_result(values, prefix="val/"):
     text = f"loss {values[prefix + 'loss']:.4f} acc {values[prefix + 'rewards/accuracies']:.3f}"
     if prefix + "spearman" in values:

@@ -57,7 +57,7 @@ def plan_epoch(items: list, seed: int, epoch: int, micro_batches: int, batch_siz
         raise ValueError(f"found {n:,} pairs (of loss.unit table: proteins) for {micro_batches:,} "
                          "micro-batches per step (ranks x accumulation); expected one for each. "
                          "Use fewer ranks or less accumulation (training.accum=1), or give more. "
-                         "For one protein there is configs/dpo_own_table.yaml.")
+                         "For a table of one protein: configs/dpo_own_table.yaml.")
     n_steps = min(-(-n // (micro_batches * batch_size)), n // micro_batches)
     n_pieces = n_steps * micro_batches
     shuffled = np.argsort(random_words(n, [FOR_PAIRS, seed, epoch]), kind="stable")

@@ -126,10 +126,11 @@ def say_values(run, log, values):
 
 # ---------------------------------------------------------------- models, texts
 def keep_best(run, log, values, ddp) -> None:
-    """Write best_model.pt if this is the best validation so far."""
-    if run.validation is None:
+    """Write best_model.pt if this is the best validation so far. values: with "val/loss", if there
+    is a validation."""
+    score = values.get("val/loss")
+    if score is None:
         return
-    score = values["val/loss"]
     if not math.isfinite(score):
         raise Diverged(f"step {run.progress['step']}: the validation loss is {score}; expected a "
                        f"finite number. {ADVICE}")

@@ -218,7 +218,7 @@ class CommonOptim:
                                         help="that lr was chosen for; unit: see --plan")
     decay: Literal["none", "linear", "cosine", "wsd", "noam"] = key(
         "none", help="of the learning rate; wsd: linear in a last part of the run; noam: with "
-                     "1 / sqrt(step) after the warm-up, to no end")
+                     "1 / sqrt(step) after the warm-up")
     decay_steps: float | None = key(None, above=0,
                                     help="last steps that decay; below 1: fraction of n_iters; "
                                          "null: all after the warm-up, for wsd a fifth of n_iters")
