@@ -371,9 +371,9 @@ def load_checkpoint(path: str | os.PathLike, ddp: Ddp | None = None) -> Any:
             state = _read_checkpoint(path)
         except ValueError as error:
             problem = str(error)
-    for problem in gather(problem, ddp):
-        if problem:
-            raise ValueError(problem)
+    for message in gather(problem, ddp):
+        if message:
+            raise ValueError(message)
     return state if all_have_it else broadcast(state, ddp)
 
 
@@ -637,7 +637,7 @@ def _start_mpi(env, limit):
     if place["size"] is not None and (env.get("MASTER_ADDR") or _step_of(ddp, env)):
         return None   # these tell where rank 0 is
     try:
-        from mpi4py import rc   # an ImportError too for the empty folder of a former install
+        from mpi4py import rc  # an ImportError too for the empty folder of a former install
         if "mpi4py.MPI" not in sys.modules:
             rc.finalize = False   # it would wait for all ranks at exit
         with _time_limit(limit):   # MPI_Init waits for all ranks, without a limit

@@ -42,9 +42,23 @@ import torch
 import torch.distributed as dist
 
 from ddp_guard import tells_a_failure, write_status
-from ddp_setup import (BAD_INPUT, GRACE, JOBS, PATIENCE, STOPPED, Ddp, abort, all_sum,
-                       await_culprit, broadcast, end_ranks, gather, slurm_step, wait_for_ranks,
-                       words_of)
+from ddp_setup import (
+    BAD_INPUT,
+    GRACE,
+    JOBS,
+    PATIENCE,
+    STOPPED,
+    Ddp,
+    abort,
+    all_sum,
+    await_culprit,
+    broadcast,
+    end_ranks,
+    gather,
+    slurm_step,
+    wait_for_ranks,
+    words_of,
+)
 
 HANG = 70          # exit codes, beside those of ddp_setup.py
 INTERRUPTED = 130

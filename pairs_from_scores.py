@@ -35,8 +35,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dpo.pair_files import LEAST_WEIGHT
-from proteins.csv_files import (describe_duplicates, is_no_value, read_number, read_rows,
-                                read_table_text, refuse_all, table_columns)
+from proteins.csv_files import (
+    describe_duplicates,
+    is_no_value,
+    read_number,
+    read_rows,
+    read_table_text,
+    refuse_all,
+    table_columns,
+)
 from proteins.letters import LETTERS
 from proteins.scores import absolute
 from proteins.seeds import content_key

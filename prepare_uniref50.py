@@ -41,8 +41,7 @@ import numpy as np
 from tqdm import tqdm
 
 from proteins.letters import LETTERS, N_TOKENS
-from proteins.sequences import (Proteins, ReadReport, order_words, read_tables,
-                                refuse_nothing_left)
+from proteins.sequences import Proteins, ReadReport, order_words, read_tables, refuse_nothing_left
 from sedd.prepared import FILES, FORMAT, SETS, VERSION, check_prepared, read_meta
 from training.parser import Parser
 from training.problems import in_columns

@@ -38,10 +38,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ddp_setup import Ddp, all_sum, print0, seed_for
 from ddp_watch import note_progress
+from proteins.csv_files import refuse_all
 from proteins.letters import AMINO_ACIDS, X_ID, decode, encode
 from proteins.seeds import keyed_generator
 from proteins.sequences import Proteins, named_sequences
-from proteins.csv_files import refuse_all
 from sedd.batches import batches_within
 from sedd.diffusion import sample, sample_scheduled
 from sedd.evaluation import BoundEstimator, draw_lengths, perplexity

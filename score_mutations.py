@@ -46,18 +46,48 @@ from mpnn.record import TrainingRecord, find_base, read_record
 from mpnn.variants import Scoring
 from mpnn.variants import score_proteins as score_with_proteinmpnn
 from mpnn.weights import find_weights, is_proteinmpnn, model_of, read_weights
-from proteins.combinations import (FEWEST, LARGEST, best_singles, choose_combinations, combine,
-                                   describe_combinations, n_combined)
+from proteins.combinations import (
+    FEWEST,
+    LARGEST,
+    best_singles,
+    choose_combinations,
+    combine,
+    describe_combinations,
+    n_combined,
+)
 from proteins.csv_files import MAX_LISTED, describe_duplicates
-from proteins.mutations import (measured_values, place_all, place_on_sequences, read_mutations,
-                                refuse_long, scan_sequence, scan_structure)
-from proteins.places import is_contradicted
+from proteins.mutations import (
+    measured_values,
+    place_all,
+    place_on_sequences,
+    read_mutations,
+    refuse_long,
+    scan_sequence,
+    scan_structure,
+)
 from proteins.pictures import draw_measured, draw_scan
-from proteins.proposals import (choose_proposals, describe_proposals, keep_measured_chains,
-                                marks_of, measured_variants, proteins_of, values_of)
-from proteins.scores import (IN_COMPLEX, SCORE, SUM_OF_SINGLES, check_measured,
-                             correlate_proteins, is_of_copies, names_in_result, partners_of,
-                             report_text, table_text)
+from proteins.places import is_contradicted
+from proteins.proposals import (
+    choose_proposals,
+    describe_proposals,
+    keep_measured_chains,
+    marks_of,
+    measured_variants,
+    proteins_of,
+    values_of,
+)
+from proteins.scores import (
+    IN_COMPLEX,
+    SCORE,
+    SUM_OF_SINGLES,
+    check_measured,
+    correlate_proteins,
+    is_of_copies,
+    names_in_result,
+    partners_of,
+    report_text,
+    table_text,
+)
 from proteins.seeds import content_key
 from proteins.sequences import named_sequences
 from proteins.structures import FORMATS, describe_reading
@@ -73,7 +103,6 @@ from training.parser import Parser
 from training.problems import in_columns
 from training.resume import hash_of
 from training.tool import open_output, run_tool, show_on_rank_0
-
 
 # Options that the weights of one model alone use.
 PROTEINMPNN_OPTIONS = ("also", "correct_unfolded", "correction_weights", "no_correction",

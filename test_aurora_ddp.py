@@ -35,9 +35,22 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ddp_setup import (BACKENDS, Ddp, abort, all_mean, all_sum, broadcast, cleanup_ddp, gather,
-                       load_checkpoint, optimize_with_ipex, save_checkpoint, setup_ddp, unwrap_ddp,
-                       wrap_ddp)
+from ddp_setup import (
+    BACKENDS,
+    Ddp,
+    abort,
+    all_mean,
+    all_sum,
+    broadcast,
+    cleanup_ddp,
+    gather,
+    load_checkpoint,
+    optimize_with_ipex,
+    save_checkpoint,
+    setup_ddp,
+    unwrap_ddp,
+    wrap_ddp,
+)
 
 FAILED = 3           # exit code: a claim failed
 N_ITEMS = 12         # data items per rank

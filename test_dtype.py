@@ -14,8 +14,9 @@ rank: 0, 3 if a dtype failed on any rank, 2 for wrong arguments. Reads and write
 """
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Callable, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F

@@ -40,8 +40,14 @@ from ddp_watch import note_progress
 from dpo import pair_batches, pair_scores, variant_scores, variant_sets
 from dpo.checks import config_problems, describe_former_reference
 from dpo.data import load_data
-from dpo.evaluation import (METRICS, evaluate, evaluate_start, mean_metrics, pair_metrics,
-                            result_lines)
+from dpo.evaluation import (
+    METRICS,
+    evaluate,
+    evaluate_start,
+    mean_metrics,
+    pair_metrics,
+    result_lines,
+)
 from dpo.memory import describe_memory
 from dpo.pair_files import files_of
 from dpo.plan import Plan
@@ -50,15 +56,42 @@ from mpnn.base import load_base, record_of
 from mpnn.batches import to_device
 from mpnn.evaluation import save_model
 from mpnn.record import TrainingRecord
-from training.command_line import (add_run_arguments, exit_with, preparing, print_plan, ranks_meet,
-                                   read_command)
-from training.config import (CommonMemory, CommonMonitoring, CommonOptim, CommonTraining,
-                             MOST_LR, MOST_STEPS, DdpSection, check_common, key, load_config,
-                             refuse_config)
+from training.command_line import (
+    add_run_arguments,
+    exit_with,
+    preparing,
+    print_plan,
+    ranks_meet,
+    read_command,
+)
+from training.config import (
+    MOST_LR,
+    MOST_STEPS,
+    CommonMemory,
+    CommonMonitoring,
+    CommonOptim,
+    CommonTraining,
+    DdpSection,
+    check_common,
+    key,
+    load_config,
+    refuse_config,
+)
 from training.log import open_log
-from training.loop import (MicroBatchSampler, Run, after_step, check_alike, due, exchange,
-                           global_count, is_finished, next_micro_batches, open_batches, open_trace,
-                           set_learning_rate)
+from training.loop import (
+    MicroBatchSampler,
+    Run,
+    after_step,
+    check_alike,
+    due,
+    exchange,
+    global_count,
+    is_finished,
+    next_micro_batches,
+    open_batches,
+    open_trace,
+    set_learning_rate,
+)
 from training.meter import bad_steps_field, make_meter, step_values
 from training.optimizer import make_optimizer
 from training.parser import Parser

@@ -40,15 +40,42 @@ from mpnn.batches import to_device
 from mpnn.evaluation import Validation, evaluate, evaluate_start, result_lines, save_model
 from mpnn.record import TrainingRecord
 from mpnn.structure_data import cache_beside, describe_memory, load_data
-from training.command_line import (add_run_arguments, exit_with, preparing, print_plan, ranks_meet,
-                                   read_command)
-from training.config import (CommonMemory, CommonMonitoring, CommonOptim, CommonTraining,
-                             MOST_LR, MOST_STEPS, DdpSection, check_common, key, load_config,
-                             refuse_config)
+from training.command_line import (
+    add_run_arguments,
+    exit_with,
+    preparing,
+    print_plan,
+    ranks_meet,
+    read_command,
+)
+from training.config import (
+    MOST_LR,
+    MOST_STEPS,
+    CommonMemory,
+    CommonMonitoring,
+    CommonOptim,
+    CommonTraining,
+    DdpSection,
+    check_common,
+    key,
+    load_config,
+    refuse_config,
+)
 from training.log import open_log
-from training.loop import (MicroBatchSampler, Run, after_step, check_alike, due, exchange,
-                           global_count, is_finished, next_micro_batches, open_batches, open_trace,
-                           set_learning_rate)
+from training.loop import (
+    MicroBatchSampler,
+    Run,
+    after_step,
+    check_alike,
+    due,
+    exchange,
+    global_count,
+    is_finished,
+    next_micro_batches,
+    open_batches,
+    open_trace,
+    set_learning_rate,
+)
 from training.meter import bad_steps_field, make_meter, step_values
 from training.optimizer import make_optimizer
 from training.parser import Parser

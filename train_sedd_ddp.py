@@ -38,19 +38,55 @@ from proteins.sequences import apply_max_length, collate, random_crops
 from sedd.batches import BatchPlan, BatchReader, count_rows, sum_rows, to_device
 from sedd.data import NO_DATA, load_data, missing_data, names_no_data
 from sedd.diffusion import make_graph, score_entropy_loss, stratified_times
-from sedd.evaluation import (TIME_EPS, Validation, evaluate, evaluate_start, result_lines, save,
-                             write_samples)
+from sedd.evaluation import (
+    TIME_EPS,
+    Validation,
+    evaluate,
+    evaluate_start,
+    result_lines,
+    save,
+    write_samples,
+)
 from sedd.model import EMA, SEDD, describe_memory, flops_per_position
 from sedd.weights import noise_of, start_from_weights, unused_noise_keys, with_architecture
-from training.command_line import (add_run_arguments, exit_with, preparing, print_plan, ranks_meet,
-                                   read_command)
-from training.config import (CommonMemory, CommonMonitoring, CommonOptim, CommonTraining,
-                             MOST_LR, MOST_STEPS, DdpSection, check_common, config_differences, key,
-                             load_config, refuse_config)
+from training.command_line import (
+    add_run_arguments,
+    exit_with,
+    preparing,
+    print_plan,
+    ranks_meet,
+    read_command,
+)
+from training.config import (
+    MOST_LR,
+    MOST_STEPS,
+    CommonMemory,
+    CommonMonitoring,
+    CommonOptim,
+    CommonTraining,
+    DdpSection,
+    check_common,
+    config_differences,
+    key,
+    load_config,
+    refuse_config,
+)
 from training.log import open_log
-from training.loop import (MicroBatchSampler, Run, after_step, check_alike, due, exchange,
-                           global_count, is_finished, micro_batches_of, next_micro_batches,
-                           open_batches, open_trace, set_learning_rate)
+from training.loop import (
+    MicroBatchSampler,
+    Run,
+    after_step,
+    check_alike,
+    due,
+    exchange,
+    global_count,
+    is_finished,
+    micro_batches_of,
+    next_micro_batches,
+    open_batches,
+    open_trace,
+    set_learning_rate,
+)
 from training.meter import bad_steps_field, make_meter, step_values
 from training.optimizer import make_optimizer, state_bytes
 from training.parser import Parser

@@ -8,8 +8,8 @@ on the progress to stderr.
 """
 import sys
 
-from ddp_setup import BAD_INPUT
 from bench import scale, speed
+from ddp_setup import BAD_INPUT
 
 COMMANDS = {"speed": speed, "scale": scale}
 

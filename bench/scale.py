@@ -38,8 +38,17 @@ from torch.utils.benchmark import timer
 import train_dpo_ddp
 import train_sedd_ddp
 from bench.speed import take_step
-from ddp_setup import (BAD_INPUT, Ddp, SetupError, all_mean, all_sum, barrier, broadcast,
-                       detect_launcher, wrap_ddp)
+from ddp_setup import (
+    BAD_INPUT,
+    Ddp,
+    SetupError,
+    all_mean,
+    all_sum,
+    barrier,
+    broadcast,
+    detect_launcher,
+    wrap_ddp,
+)
 from sedd.data import names_no_data
 from training.command_line import joined_ranks
 from training.config import load_config

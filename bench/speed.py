@@ -52,8 +52,8 @@ import torch
 
 import train_dpo_ddp
 import train_sedd_ddp
-from ddp_setup import BAD_INPUT, gradient_sync
 from bench.plain import PlainDpo, PlainSedd, plain_mpnn_sample, plain_sedd_sample
+from ddp_setup import BAD_INPUT, gradient_sync
 from mpnn.batches import collate_complexes
 from mpnn.demo import PHI_PSI, build_backbone
 from mpnn.model import ATOMS, decoding_order, random_proteinmpnn
@@ -66,8 +66,13 @@ from sedd.model import flops_per_position
 from sedd.weights import Sedd
 from training.command_line import joined_ranks
 from training.config import load_config
-from training.loop import (exchange, global_count, next_micro_batches, open_batches,
-                           set_learning_rate)
+from training.loop import (
+    exchange,
+    global_count,
+    next_micro_batches,
+    open_batches,
+    set_learning_rate,
+)
 from training.parser import Parser
 from training.peak import matmul_rows, measure_matmul
 from training.precision import choose_dtype, compile_blocks

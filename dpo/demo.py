@@ -1,16 +1,17 @@
 """Synthetic preference pairs with a rule to learn, for demonstrations and tests. Reads no file."""
 
-import re
+from collections.abc import Callable
 
 import numpy as np
 
 from dpo.pairs import Pair
 from mpnn.demo import PHI_PSI, build_backbone
-from proteins.letters import AMINO_ACIDS, encode
+from proteins.letters import encode
 from proteins.seeds import FOR_DEMO
 from proteins.structures import Chain, Complex, Structure
 
 SUITED = {"helix": "AEHKLMQR", "strand": "CFITVWY"}                 # preferred letters there
+NEUTRAL = "DGNPS"                                                # suit neither
 OTHER = {"helix": "strand", "strand": "helix"}
 
 
@@ -26,8 +27,6 @@ def demo_pairs(seed: int = 0, n_structures: int = 32, pairs_per_structure: int =
 
     Returns: list of n_structures x pairs_per_structure Pair.
     """
-    suited = {kind: encode(letters) for kind, letters in SUITED.items()}
-    neutral = encode(re.sub(f"[{''.join(SUITED.values())}]", "", AMINO_ACIDS))
     pairs = []
     for number in range(n_structures):
         draw = np.random.Generator(np.random.PCG64([FOR_DEMO, seed % 2**64, number])).random
@@ -36,30 +35,32 @@ def demo_pairs(seed: int = 0, n_structures: int = 32, pairs_per_structure: int =
         for kind in (first, OTHER[first], first):
             places += [kind] * (8 + int(7 * draw()))
 
-        def sample(share):
-            """(letters (L,) uint8, how many of them suit their segment)."""
-            ids = []
-            n_suited = 0
-            for place in places:
-                suits = draw() < share
-                if draw() < 0.2:
-                    choice = neutral
-                elif suits:
-                    choice = suited[place]
-                    n_suited += 1
-                else:
-                    choice = suited[OTHER[place]]
-                ids.append(choice[int(draw() * len(choice))])
-            return np.array(ids, np.uint8), n_suited
-
         everywhere = np.ones(len(places), bool)
         X = build_backbone(*zip(*(PHI_PSI[kind] for kind in places)))
-        native, _ = sample(0.75)
+        native, _ = draw_sequence(places, 0.75, draw)
         chain = Chain(native, X, everywhere, tuple(str(i + 1) for i in range(len(places))))
         backbone = Complex(Structure(f"demo {number}", {"A": chain}), ["A"])
         while len(pairs) < (number + 1) * pairs_per_structure:
-            chosen, better = sample(0.75)
-            rejected, worse = sample(0.25)
+            chosen, better = draw_sequence(places, 0.75, draw)
+            rejected, worse = draw_sequence(places, 0.25, draw)
             if better - worse >= len(places) / 5:
                 pairs.append(Pair(backbone, chosen, rejected, everywhere))
     return pairs
+
+
+def draw_sequence(places: list[str], share: float, draw: Callable) -> tuple[np.ndarray, int]:
+    """(letters (L,) uint8, how many of them suit their segment). places: helix or strand, for each
+    residue; share: of those that are not neutral, how many suit; draw(): a number in [0, 1)."""
+    ids = []
+    n_suited = 0
+    for place in places:
+        suits = draw() < share
+        if draw() < 0.2:
+            choice = NEUTRAL
+        elif suits:
+            choice = SUITED[place]
+            n_suited += 1
+        else:
+            choice = SUITED[OTHER[place]]
+        ids.append(choice[int(draw() * len(choice))])
+    return encode("".join(ids)), n_suited

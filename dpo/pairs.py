@@ -25,11 +25,10 @@ from pathlib import Path
 import numpy as np
 
 from dpo.pair_files import MOST_PAIRS_LISTED, read_items, read_weight
+from proteins.csv_files import quote
 from proteins.letters import LETTERS, X_ID, encode
 from proteins.seeds import content_key
-from proteins.structures import (CA_MODEL, Complex, describe_reading, parse_positions,
-                                 read_structure)
-from proteins.csv_files import quote
+from proteins.structures import CA_MODEL, Complex, describe_reading, parse_positions, read_structure
 
 REQUIRED = ("pdb_file", "preferred_seq", "unpreferred_seq")
 OPTIONAL = ("chain_id", "design_chains", "fixed_chains", "mutable_positions", "mutable_ranges",

@@ -46,46 +46,46 @@ class FrozenBase:
 
     def graph(self, complex_keys: list[int]) -> Graph:
         """The network's input for complexes, on the device."""
-        return stack([self.kept.get(("graph", one), lambda: self.make_graph(one))
+        return stack([self.kept.get(("graph", one), self.make_graph, one)
                       for one in complex_keys])
 
     def encoding(self, complex_keys: list[int]) -> Encoding:
         """The encoding of complexes by the base weights."""
-        return stack([self.kept.get(("encoding", one),
-                                    lambda: self.model.encode(self.graph([one])))
+        return stack([self.kept.get(("encoding", one), self.make_encoding, one)
                       for one in complex_keys])
 
     def log_probs_alone(self, complex_key: int) -> Tensor:
         """(L, 21) log-probabilities of the residues of a complex, each alone, on the CPU."""
-        log_probs, = self.kept.get(("alone", complex_key),
-                                   lambda: (self.make_log_probs_alone(complex_key),))
+        log_probs, = self.kept.get(("alone", complex_key), self.make_log_probs_alone, complex_key)
         return log_probs
 
     def scores_alone(self, set_key: int) -> Tensor:
         """(N + 1,) float32 scores of the variants of a VariantSet, of their mutated residues alone,
         on the device; the last, of the wild type, is 0. Of binding all are 0: a residue alone is
         the same in the complex and in its partner."""
-        scores, = self.kept.get(("variants alone", set_key),
-                                lambda: (self.make_scores_alone(set_key),))
+        scores, = self.kept.get(("variants alone", set_key), self.make_scores_alone, set_key)
         return scores
 
-    def make_scores_alone(self, set_key):
+    def make_scores_alone(self, set_key):     # of one tensor, as the store keeps tuples
         variant_set = self.items[set_key]
         if variant_set.partners:
-            return torch.zeros(len(variant_set.values), device=self.device)
+            return (torch.zeros(len(variant_set.values), device=self.device),)
         scores = score_alone(self.model, variant_set.complex, variant_set.variants)
-        return torch.from_numpy(np.append(scores, 0.0)).float().to(self.device)
+        return (torch.from_numpy(np.append(scores, 0.0)).float().to(self.device),)
 
     def make_graph(self, complex_key):
         tensors = collate_complexes([self.complexes[complex_key]], GRAPH_INPUT)
         return self.model.graph(**tensors).to(self.device)
+
+    def make_encoding(self, complex_key):
+        return self.model.encode(self.graph([complex_key]))
 
     def make_log_probs_alone(self, complex_key):
         structure = self.complexes[complex_key]
         log_probs = torch.zeros(len(structure), len(ALPHABET))
         rows = np.flatnonzero(structure.mask).tolist()
         log_probs[rows] = log_probs_alone(self.model, structure, rows).float().cpu()
-        return log_probs
+        return (log_probs,)
 
 
 # ---------------------------------------------------------------- kept on the device
@@ -96,11 +96,11 @@ class KeptOnDevice:
         self.room = most        # bytes left
         self.tuples = {}        # least recently used first
 
-    def get(self, name: tuple, make: Callable) -> tuple:
-        """The tuple of this name: what make() gave."""
+    def get(self, name: tuple, make: Callable, of: int) -> tuple:
+        """The tuple of this name: what make(of) gave."""
         tensors = self.tuples.pop(name, None)
         if tensors is None:
-            tensors = make()
+            tensors = make(of)
             self.room -= sum(x.nbytes for x in tensors)
         self.tuples[name] = tensors
         while self.room < 0 and len(self.tuples) > 1:

@@ -14,8 +14,14 @@ from torch import Tensor, nn
 
 from ddp_setup import Ddp
 from dpo.reference import WITHOUT_REFERENCE, FrozenBase
-from dpo.variant_sets import (DrawnPartner, DrawnVariants, VariantSet, kept_values, keys_of,
-                              mean_spearman)
+from dpo.variant_sets import (
+    DrawnPartner,
+    DrawnVariants,
+    VariantSet,
+    kept_values,
+    keys_of,
+    mean_spearman,
+)
 from mpnn.binding import score_binding
 from mpnn.model import Encoding, Graph, ProteinMPNN, run_once
 from mpnn.variants import Decoding, Scoring, choose_run, scores_in_order

@@ -54,8 +54,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ddp_setup import (BACKENDS, SetupError, abort, broadcast, detect_launcher, setup_ddp,
-                       slurm_step)
+from ddp_setup import BACKENDS, SetupError, abort, broadcast, detect_launcher, setup_ddp, slurm_step
 
 FAILED = 3                  # exit code: a check failed
 USAGE = 2                   # exit code: wrong arguments

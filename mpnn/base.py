@@ -9,8 +9,17 @@ from typing import Any, NamedTuple
 
 from mpnn.model import ProteinMPNN, random_proteinmpnn
 from mpnn.record import TrainingRecord, read_record
-from mpnn.weights import (EXAMPLES, INSTALL, WHERE_PUBLISHED, in_folder, in_package, is_published,
-                          kind_of, model_of, read_weights)
+from mpnn.weights import (
+    EXAMPLES,
+    INSTALL,
+    WHERE_PUBLISHED,
+    in_folder,
+    in_package,
+    is_published,
+    kind_of,
+    model_of,
+    read_weights,
+)
 from training.fast_linear import fast_linear
 from training.resume import hash_of
 

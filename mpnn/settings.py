@@ -18,8 +18,14 @@ import numpy as np
 import torch
 
 from proteins.letters import AMINO_ACIDS, LETTERS, X_ID, decode, encode
-from proteins.structures import (CA_MODEL, FORMATS, Complex, describe_reading, parse_positions,
-                                 read_structure)
+from proteins.structures import (
+    CA_MODEL,
+    FORMATS,
+    Complex,
+    describe_reading,
+    parse_positions,
+    read_structure,
+)
 
 MAX_BIAS = 1e4          # nats; a larger bias would round away the logits in float32
 

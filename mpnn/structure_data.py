@@ -13,8 +13,16 @@ from ddp_setup import Ddp, broadcast
 from ddp_watch import note_progress
 from mpnn.backbones import Backbone, training_items, validation_items
 from proteins.seeds import content_hash
-from proteins.structure_sets import (Reading, StructureSet, choose_usable, describe_shared,
-                                     fingerprint, hold_out, load_cache, make_cache)
+from proteins.structure_sets import (
+    Reading,
+    StructureSet,
+    choose_usable,
+    describe_shared,
+    fingerprint,
+    hold_out,
+    load_cache,
+    make_cache,
+)
 from training.files import check_output
 from training.log import show_progress
 from training.loop import check_alike

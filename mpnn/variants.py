@@ -32,8 +32,18 @@ from torch import Tensor
 from ddp_setup import Ddp, all_sum
 from ddp_watch import note_progress
 from mpnn.batches import collate_complexes
-from mpnn.model import (Encoding, ProteinMPNN, SharedContext, decoded_before, decoding_order,
-                        run_once, run_twice, step_of_residue, sum_hidden, take_rows)
+from mpnn.model import (
+    Encoding,
+    ProteinMPNN,
+    SharedContext,
+    decoded_before,
+    decoding_order,
+    run_once,
+    run_twice,
+    step_of_residue,
+    sum_hidden,
+    take_rows,
+)
 from proteins.seeds import keyed_generator
 from proteins.structures import Complex
 

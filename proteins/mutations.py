@@ -29,13 +29,31 @@ from proteins.copies import EQUAL, choose_copies, group_of
 from proteins.csv_files import MAX_LISTED, is_limit, is_no_value, read_number, refuse_all
 from proteins.letters import AMINO_ACIDS, LETTERS, decode, encode
 from proteins.mutation_columns import mutation_text, read_lines
-from proteins.notation import (EXPECTED, PLURALS, WILD_TYPE, Mutation, UnreadableVariant,
-                               read_variant)
+from proteins.notation import (
+    EXPECTED,
+    PLURALS,
+    WILD_TYPE,
+    Mutation,
+    UnreadableVariant,
+    read_variant,
+)
 from proteins.numbering import NamedSites, describe_misnumbered
 from proteins.partners import choose_partners, distances_between, have_sides
-from proteins.places import (Located, Misfit, Options, Place, Variant, choose_complex,
-                             choose_place, content_of, find_changes, has_residue, locate,
-                             name_place, with_copies)
+from proteins.places import (
+    Located,
+    Misfit,
+    Options,
+    Place,
+    Variant,
+    choose_complex,
+    choose_place,
+    content_of,
+    find_changes,
+    has_residue,
+    locate,
+    name_place,
+    with_copies,
+)
 from proteins.sequences import is_nucleotides
 from proteins.structures import Chain, Complex, Structure, parse_positions, read_structure
 

@@ -20,6 +20,7 @@ from proteins.notation import Mutation
 from proteins.partners import choose_partners
 from proteins.structures import Chain, Complex, Structure, numbers_near
 
+
 class Variant(NamedTuple):
     """A line of a list or table."""
     line: int                           # from 1

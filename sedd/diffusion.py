@@ -18,7 +18,6 @@ import math
 
 import torch
 
-
 # ---- noise: t (any shape, floating point) in [0, 1] -> sigma, dsigma, in the dtype of t ----
 
 class LogLinearNoise:

@@ -26,6 +26,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch._dynamo  # noqa: E402, F401 - the optimizer imports it, which takes seconds
+
 import ddp_guard  # noqa: E402
 import test_aurora_ddp  # noqa: E402, F401
 import test_dtype  # noqa: E402, F401

@@ -11,11 +11,13 @@ import time
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.backend_registration import (_DummyBackendModule,
-                                              _setup_privateuseone_for_python_backend)
+from torch.utils.backend_registration import (
+    _DummyBackendModule,
+    _setup_privateuseone_for_python_backend,
+)
 
 import training.precision
-from sedd_cases import draw_and_score   # noqa: F401  (for on_device)
+from sedd_cases import draw_and_score  # noqa: F401  (for on_device)
 from training_runs import train  # noqa: F401  (for on_device)
 
 NAME = "pretended"

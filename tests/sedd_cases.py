@@ -4,10 +4,10 @@ import itertools
 import pytest
 import torch
 
+from proteins.letters import N_TOKENS
 from sample_sedd import sample_sequences
 from sedd.diffusion import make_graph, make_noise
 from sedd.model import EMA, SEDD
-from proteins.letters import N_TOKENS
 from sedd.variants import score_proteins
 from sedd.weights import load_sedd, model_of
 

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from pairs_from_scores import main, make_pairs
-from proteins.letters import AMINO_ACIDS, decode
 from dpo.pairs import read_pairs
 from launchers import Printed
 from mpnn_cases import Atoms
+from pairs_from_scores import main, make_pairs
+from proteins.letters import AMINO_ACIDS, decode
 
 TABLE = "pdb,sequence,score,chain\n"
 

@@ -16,8 +16,8 @@ from ddp_setup import Ddp
 from launchers import ROOT, Printed, fork_ranks
 from mpnn.demo import PHI_PSI, build_backbone
 from mpnn.model import random_proteinmpnn, to_checkpoint
-from mpnn.weights import in_package, load_proteinmpnn
 from mpnn.variants import Scoring, score_alone, score_proteins
+from mpnn.weights import in_package, load_proteinmpnn
 from mpnn_cases import Atoms, score_variants
 from proteins.letters import AMINO_ACIDS, LETTERS
 from proteins.mutations import place_all, place_on_sequences, read_mutations

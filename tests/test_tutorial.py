@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from launchers import ROOT, clean_environment, copy_code
 
 

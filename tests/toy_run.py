@@ -10,8 +10,14 @@ from ddp_setup import Ddp, wrap_ddp
 from ddp_watch import watch_run
 from sedd.model import EMA
 from training.config import CommonMonitoring, CommonOptim, CommonTraining, DdpSection
-from training.loop import (MicroBatchSampler, Run, after_step, next_micro_batches, open_batches,
-                           set_learning_rate)
+from training.loop import (
+    MicroBatchSampler,
+    Run,
+    after_step,
+    next_micro_batches,
+    open_batches,
+    set_learning_rate,
+)
 from training.meter import make_meter
 from training.optimizer import make_optimizer
 from training.precision import grad_scaler

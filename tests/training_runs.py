@@ -11,10 +11,10 @@ from torch.utils._pytree import tree_flatten
 
 import train_dpo_ddp
 import train_sedd_ddp
+from bench.speed import compute_gradient
 from ddp_setup import Ddp, load_checkpoint
 from ddp_watch import watch_run
 from launchers import ROOT, fork_ranks
-from bench.speed import compute_gradient
 from toy_run import toy
 from training.config import load_config
 from training.run_folder import take_folder

@@ -25,8 +25,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddp_setup import (BACKENDS, BAD_INPUT, STOPPED, CannotSave, Ddp, abort, detect_launcher,
-                       setup_ddp)
+from ddp_setup import (
+    BACKENDS,
+    BAD_INPUT,
+    STOPPED,
+    CannotSave,
+    Ddp,
+    abort,
+    detect_launcher,
+    setup_ddp,
+)
 from ddp_watch import INTERRUPTED, STOP_SIGNALS, watch_run
 from training.launch import start_ranks_if_asked
 from training.loop import Diverged

@@ -30,8 +30,8 @@ import dataclasses
 import difflib
 import json
 import math
-import reprlib
 import re
+import reprlib
 import types
 import typing
 from dataclasses import dataclass

@@ -3,8 +3,14 @@ import math
 import re
 
 from ddp_setup import print0
-from training.loop import (check_ranks, is_finished, length_of_decay, micro_batches_of,
-                           rate_share, scale_for_batch)
+from training.loop import (
+    check_ranks,
+    is_finished,
+    length_of_decay,
+    micro_batches_of,
+    rate_share,
+    scale_for_batch,
+)
 from training.problems import in_columns
 from training.resume import machine_differences
 

@@ -32,8 +32,15 @@ import torch
 from ddp_setup import broadcast, load_checkpoint, newest_checkpoint, save_checkpoint
 from training.config import config_differences, config_items, config_to_dict, keys_that
 from training.log import rows_up_to
-from training.loop import (ADVICE, Diverged, check_alike, check_ranks, has_ended,
-                           micro_batches_of, scale_for_batch)
+from training.loop import (
+    ADVICE,
+    Diverged,
+    check_alike,
+    check_ranks,
+    has_ended,
+    micro_batches_of,
+    scale_for_batch,
+)
 from training.run_folder import MARKS, names_in, refuse_in_use
 
 

@@ -12,7 +12,8 @@ from mpnn.batches import collate_complexes
 from mpnn.model import decoding_order, gumbel_noise, random_proteinmpnn
 from proteins.letters import X_ID
 from proteins.structures import Complex, read_structure
-from sedd.diffusion import AbsorbingGraph, make_noise, sample as our_sample
+from sedd.diffusion import AbsorbingGraph, make_noise
+from sedd.diffusion import sample as our_sample
 from sedd.model import SEDD, load_official
 from sedd_cases import entries, near, seeded, small_model
 from train_dpo_ddp import Config, prepare

@@ -53,6 +53,7 @@ if fault.startswith("early") and mine:
     raise RuntimeError("on purpose")
 
 import torch._dynamo  # noqa: F401 - the optimizer imports it, which may take longer than WATCHDOG
+
 import train_sedd_ddp
 from training import log as run_log
 from training import resume

@@ -7,6 +7,7 @@ import shutil
 import socket
 
 import pytest
+
 from launchers import ROOT, fork_ranks, free_port, run_ranks, slow
 
 HOST = socket.gethostname()

@@ -16,8 +16,16 @@ import ddp_guard
 from ddp_guard import Known, Place
 from ddp_setup import Ddp
 from ddp_watch import lock_folder, watch_run
-from launchers import (GRACE, ROOT, ForkedRanks, await_that, clean_environment, free_port,
-                       read_status, started)
+from launchers import (
+    GRACE,
+    ROOT,
+    ForkedRanks,
+    await_that,
+    clean_environment,
+    free_port,
+    read_status,
+    started,
+)
 
 HOST = socket.gethostname()
 

@@ -12,9 +12,21 @@ import pytest
 import torch
 
 import launchers
-from launchers import (ROOT, ForkedRanks, clean_environment, fork_ranks, free_port, need,
-                       own_tracebacks, python_of, read_status, run_ranks, seconds_until, slow,
-                       start_ranks)
+from launchers import (
+    ROOT,
+    ForkedRanks,
+    clean_environment,
+    fork_ranks,
+    free_port,
+    need,
+    own_tracebacks,
+    python_of,
+    read_status,
+    run_ranks,
+    seconds_until,
+    slow,
+    start_ranks,
+)
 
 HEAD = f"""import os, sys, time
 sys.path.insert(0, {str(ROOT)!r})

@@ -15,9 +15,26 @@ import pytest
 import torch
 
 import ddp_setup
-from ddp_setup import (Ddp, SetupError, abort, all_mean, all_sum, barrier, broadcast, choose_device,
-                       cleanup_ddp, ddp_sampler, detect_launcher, gather, optimize_with_ipex,
-                       print0, setup_ddp, slurm_step, wait_for_ranks, wrap_ddp)
+from ddp_setup import (
+    Ddp,
+    SetupError,
+    abort,
+    all_mean,
+    all_sum,
+    barrier,
+    broadcast,
+    choose_device,
+    cleanup_ddp,
+    ddp_sampler,
+    detect_launcher,
+    gather,
+    optimize_with_ipex,
+    print0,
+    setup_ddp,
+    slurm_step,
+    wait_for_ranks,
+    wrap_ddp,
+)
 from launchers import clean_environment, fork_ranks
 
 

@@ -6,8 +6,8 @@ import test_dtype as script
 from ddp_setup import Ddp
 from launchers import ROOT, fork_ranks
 from test_dtype import Result, Row
-from training.config import load_config
 from train_sedd_ddp import Config
+from training.config import load_config
 
 NAN = float("nan")
 NO_ERRORS = dict.fromkeys(("SEDD output", "SEDD gradient", "ProteinMPNN output",

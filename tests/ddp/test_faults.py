@@ -20,8 +20,18 @@ from pathlib import Path
 import pytest
 
 from ddp_setup import load_checkpoint
-from launchers import (about, clean_environment, fork_ranks, need, own_tracebacks, read_status,
-                       run_ranks, seconds_until, slow, start_ranks)
+from launchers import (
+    about,
+    clean_environment,
+    fork_ranks,
+    need,
+    own_tracebacks,
+    read_status,
+    run_ranks,
+    seconds_until,
+    slow,
+    start_ranks,
+)
 from training_runs import equal, same_run
 
 GONE = 15.0         # seconds in which every process must be gone after a failure; 5 are wanted

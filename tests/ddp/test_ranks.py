@@ -10,8 +10,15 @@ import sys
 
 import pytest
 
-from launchers import (GRACE, ROOT, ForkedRanks, clean_environment, fork_ranks, free_port,
-                       own_tracebacks)
+from launchers import (
+    GRACE,
+    ROOT,
+    ForkedRanks,
+    clean_environment,
+    fork_ranks,
+    free_port,
+    own_tracebacks,
+)
 from training_runs import needs_pretended_device
 
 HEAD = f"""

@@ -16,8 +16,15 @@ import pytest
 import ddp_watch
 from ddp_setup import STOPPED, Ddp
 from ddp_watch import lock_folder, note_progress, watch_run
-from launchers import (ROOT, ForkedRanks, await_that, fork_ranks, free_port, own_tracebacks,
-                       read_status)
+from launchers import (
+    ROOT,
+    ForkedRanks,
+    await_that,
+    fork_ranks,
+    free_port,
+    own_tracebacks,
+    read_status,
+)
 
 HEAD = f"""
 import os, signal, sys, time

@@ -16,8 +16,7 @@ from mpnn.model import random_proteinmpnn, to_checkpoint
 from mpnn_cases import Atoms
 from train_dpo_ddp import Config
 from training.config import load_config
-from training_runs import prepare_and_train
-from training_runs import words
+from training_runs import prepare_and_train, words
 
 SETTINGS = {"model.base_model_name": "base", "training.num_epochs": 4, "training.batch_size": 8,
             "optim.lr": 2e-3, "optim.warmup": 1, "data.val_fraction": 0, "loss.beta": 0.1}

@@ -2,6 +2,7 @@
 import numpy as np
 import pytest
 import torch
+from test_train_dpo import small_pairs
 
 from dpo.pair_batches import decoding_orders, make_batch, shared_context
 from dpo.pairs import Pair
@@ -10,9 +11,7 @@ from mpnn.batches import collate_complexes
 from mpnn_cases import keys, made
 from proteins.letters import encode
 from proteins.structures import Complex, read_structure
-from test_train_dpo import small_pairs
 from train_dpo_ddp import Loss
-
 
 # 234 pairs on 60 structures of 40 to 335 rows
 MIXED = [pair for i in range(60) for pair in made(40 + 5 * (7 * i % 60), 1 + i % 7, i)]

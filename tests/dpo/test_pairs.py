@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from dpo.pairs import describe, read_pairs
-from proteins.csv_files import unique_keys
 from mpnn_cases import AB, ABSENT, GOOD, Atoms, changed, refusal, write
+from proteins.csv_files import unique_keys
 from proteins.letters import decode
 
 

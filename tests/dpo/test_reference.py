@@ -8,8 +8,8 @@ from dpo.reference import FrozenBase
 from mpnn.base import Base
 from mpnn.model import random_proteinmpnn
 from mpnn_cases import made
-from training.config import load_config
 from train_dpo_ddp import Config
+from training.config import load_config
 
 PAIRS = made(12, 3)
 

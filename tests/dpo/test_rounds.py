@@ -4,12 +4,12 @@ import statistics
 
 import numpy as np
 import torch
+from test_train_dpo import SMALL, run, write_pairs
 
 import score_mutations
 from mpnn.model import random_proteinmpnn, to_checkpoint
 from proteins.letters import AMINO_ACIDS
 from proteins.mutations import scan_structure
-from test_train_dpo import SMALL, run, write_pairs
 from train_dpo_ddp import Config
 from training.config import load_config
 from training_runs import one_thread, words  # noqa: F401 (a fixture for all)

@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from test_train_dpo import SMALL, TINY, run, run_of, write_pairs
 
 from ddp_setup import Ddp
 from dpo.data import load_data
@@ -18,21 +19,27 @@ from dpo.reference import FrozenBase
 from dpo.variant_scores import VariantPass, correlate_variants, score_by_base
 from dpo.variant_sets import VariantSet, draw_pairs, draw_variants, keys_of
 from mpnn.base import Base
+from mpnn.binding import score_binding
 from mpnn.model import random_proteinmpnn, to_checkpoint
 from mpnn.record import find_base, read_record
-from mpnn.binding import score_binding
 from mpnn.variants import Scoring, score_alone, variant_order
+from mpnn_cases import Atoms
 from proteins.letters import AMINO_ACIDS, LETTERS, X_ID, decode
 from proteins.structures import NAMES, Complex, read_structure
-from mpnn_cases import Atoms
-from test_train_dpo import SMALL, TINY, run, run_of, write_pairs
 from test_variants import random_complex
-from train_dpo_ddp import (Config, MicroBatchDataset, loss_of_pairs, loss_of_tables,
-                           micro_batch_loss, preference_loss, prepare, read_arguments)
+from train_dpo_ddp import (
+    Config,
+    MicroBatchDataset,
+    loss_of_pairs,
+    loss_of_tables,
+    micro_batch_loss,
+    preference_loss,
+    prepare,
+    read_arguments,
+)
 from training.config import load_config
 from training.loop import MicroBatchSampler
-from training_runs import (  # noqa: F401 (the fixture one_thread)
-    assert_refused, gradients, on_ranks, one_thread, rows, same_run, words)
+from training_runs import assert_refused, gradients, on_ranks, one_thread, rows, same_run, words  # noqa: F401 (the fixture one_thread)
 
 TABLE = {"loss.unit": "table", "table.measured": "ddg", "table.better": "lower"}
 

@@ -14,36 +14,63 @@ import pytest
 import torch
 
 import dpo.reference
+import test_proteinmpnn_model
 import train_dpo_ddp
 from ddp_setup import Ddp, load_checkpoint
 from dpo.data import load_data
 from dpo.demo import demo_pairs
 from dpo.evaluation import METRICS, validate
 from dpo.pair_batches import decoding_orders, make_batch
-from dpo.pair_scores import (base_natives, compute_base_scores, decode_pairs, native_kl,
-                             native_pairs, score_pairs)
+from dpo.pair_scores import (
+    base_natives,
+    compute_base_scores,
+    decode_pairs,
+    native_kl,
+    native_pairs,
+    score_pairs,
+)
 from dpo.pairs import Pair, read_pairs
 from dpo.plan import Plan
 from dpo.reference import FrozenBase
 from launchers import fork_ranks, need, read_status, run_ranks
 from mpnn.base import Base
-from mpnn.model import (ProteinMPNN, from_checkpoint, random_proteinmpnn, to_checkpoint)
+from mpnn.model import ProteinMPNN, from_checkpoint, random_proteinmpnn, to_checkpoint
 from mpnn.record import TrainingRecord, find_base, read_record
 from mpnn.weights import load_proteinmpnn
 from mpnn_cases import Atoms
 from proteins.letters import X_ID, decode
 from proteins.structures import NAMES, Complex, Structure, read_structure
-import test_proteinmpnn_model
 from test_proteinmpnn_model import each_case, graph_of, near
-from train_dpo_ddp import (Config, Loss, MicroBatchDataset, describe_plan, loss_of_pairs,
-                           micro_batch_loss, preference_loss, prepare, read_arguments)
-from training_runs import prepare_and_train
+from train_dpo_ddp import (
+    Config,
+    Loss,
+    MicroBatchDataset,
+    describe_plan,
+    loss_of_pairs,
+    micro_batch_loss,
+    preference_loss,
+    prepare,
+    read_arguments,
+)
 from training.config import load_config
 from training.loop import MicroBatchSampler
 from training.resume import hash_of
 from training_runs import (  # noqa: F401 (the fixture one_thread)
-    ROOT, assert_refused, command_lines, driver, equal, gradients, on_ranks, one_thread, rows,
-    same_run, timeless, train_ready, words)
+    ROOT,
+    assert_refused,
+    command_lines,
+    driver,
+    equal,
+    gradients,
+    on_ranks,
+    one_thread,
+    prepare_and_train,
+    rows,
+    same_run,
+    timeless,
+    train_ready,
+    words,
+)
 
 SCRIPT = ROOT / "train_dpo_ddp.py"
 DEMO = ROOT / "configs" / "dpo_demo.yaml"

@@ -22,8 +22,16 @@ import pytest
 
 import launchers
 from ddp_setup import load_checkpoint
-from launchers import (ROOT, Running, await_that, clean_environment, copy_code, fork_ranks,
-                       host_words, need)
+from launchers import (
+    ROOT,
+    Running,
+    await_that,
+    clean_environment,
+    copy_code,
+    fork_ranks,
+    host_words,
+    need,
+)
 from training_runs import same_run
 
 JOBS = ROOT / "jobs"

@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from launchers import ROOT, clean_environment, need, start_ranks, started
 
 SCRIPT = """

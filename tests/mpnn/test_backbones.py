@@ -7,8 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from mpnn.backbones import (Draws, Plan, evaluation_batches, make_batch, training_items,
-                            validation_items)
+from mpnn.backbones import (
+    Draws,
+    Plan,
+    evaluation_batches,
+    make_batch,
+    training_items,
+    validation_items,
+)
 from mpnn.batches import collate_complexes
 from mpnn_cases import Atoms, write
 from proteins.letters import AMINO_ACIDS

@@ -9,19 +9,24 @@ import torch.nn.functional as F
 import sample_proteinmpnn
 import score_mutations
 import train_dpo_ddp
-from launchers import Printed
+from ddp_setup import Ddp
 from dpo.demo import demo_pairs
 from dpo.pairs import read_pairs
-from mpnn.model import (ca_frames, ca_orientation, from_checkpoint, quaternion,
-                        random_proteinmpnn, to_checkpoint)
+from launchers import Printed
+from mpnn.model import (
+    ca_frames,
+    ca_orientation,
+    from_checkpoint,
+    quaternion,
+    random_proteinmpnn,
+    to_checkpoint,
+)
 from mpnn.weights import load_proteinmpnn
-from proteins.structures import NAMES, read_structure
 from mpnn_cases import ABSENT, BACKBONE, Atoms, changed, refusal, write
-from ddp_setup import Ddp
+from proteins.structures import NAMES, read_structure
 from train_dpo_ddp import Config
 from training.config import load_config
-from training_runs import prepare_and_train
-from training_runs import losses, one_thread, same_run      # noqa: F401 (the fixture one_thread)
+from training_runs import losses, one_thread, prepare_and_train, same_run  # noqa: F401 (the fixture one_thread)
 
 SMALL = {"hidden_size": 8, "n_encoder": 1, "n_decoder": 1, "num_edges": 8}
 

@@ -7,9 +7,18 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from mpnn.model import (ALPHABET, ProteinMPNN, SharedContext, decoded_before, decoding_order,
-                        decoding_steps, from_checkpoint, independent_steps, random_proteinmpnn,
-                        to_checkpoint)
+from mpnn.model import (
+    ALPHABET,
+    ProteinMPNN,
+    SharedContext,
+    decoded_before,
+    decoding_order,
+    decoding_steps,
+    from_checkpoint,
+    independent_steps,
+    random_proteinmpnn,
+    to_checkpoint,
+)
 from mpnn.weights import load_proteinmpnn
 from training import fast_linear
 
@@ -378,9 +387,9 @@ def test_wrong_inputs_are_refused_with_what_was_found():
         model.graph(X, mask, residue_idx, chain_id)
     encoding = model.encode(model.graph(*protein([10])[:4]))
     order = random_order(10, 3)
-    for order, message in ((order[:2], r"\(3, 10\), \(2, 10\)"), (order * 0, "permutation")):
+    for wrong, message in ((order[:2], r"\(3, 10\), \(2, 10\)"), (order * 0, "permutation")):
         with pytest.raises(ValueError, match=message):
-            model.decode(encoding, S.expand(3, -1), order)
+            model.decode(encoding, S.expand(3, -1), wrong)
     with pytest.raises(ValueError, match="expected torch.int64"):
         model.decode(encoding, S.bfloat16(), random_order(10))
 

@@ -7,11 +7,17 @@ import pytest
 import torch
 
 import sample_proteinmpnn
+from mpnn.base import path_of_base
 from mpnn.batches import collate_complexes
 from mpnn.model import to_checkpoint
-from mpnn.weights import (INSTALL, find_weights, in_folder, in_package, is_published,
-                          load_proteinmpnn)
-from mpnn.base import path_of_base
+from mpnn.weights import (
+    INSTALL,
+    find_weights,
+    in_folder,
+    in_package,
+    is_published,
+    load_proteinmpnn,
+)
 from proteins.structures import Complex, read_structure
 from train_dpo_ddp import Model
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import sample_proteinmpnn
+from launchers import ROOT, Printed, fork_ranks
+from mpnn.demo import PHI_PSI, build_backbone
 from mpnn.model import random_proteinmpnn, to_checkpoint
 from mpnn.weights import load_proteinmpnn
-from mpnn.demo import PHI_PSI, build_backbone
-from proteins.structures import NAMES
-from launchers import ROOT, Printed, fork_ranks
 from mpnn_cases import Atoms
+from proteins.structures import NAMES
 
 LETTERS = "ACDEFGHIKLMNPQRSTVWY"
 NATIVE = "MKTAYIAKQRQISFVKSHFSRQ"       # 22 residues, numbered from 10 in the files

@@ -17,15 +17,32 @@ from mpnn.record import RECORD, TrainingRecord, find_base, read_record
 from mpnn.weights import load_proteinmpnn
 from mpnn_cases import Atoms, write
 from proteins.letters import AMINO_ACIDS, X_ID
-from train_mpnn_ddp import (Config, Loss, Optim, describe_plan, micro_batch_loss, prepare,
-                            read_arguments)
+from train_mpnn_ddp import (
+    Config,
+    Loss,
+    Optim,
+    describe_plan,
+    micro_batch_loss,
+    prepare,
+    read_arguments,
+)
 from training.config import load_config
 from training.loop import rate_share
 from training.optimizer import make_optimizer
 from training.resume import hash_of
 from training_runs import (  # noqa: F401 (the fixture one_thread)
-    ROOT, assert_refused, driver, losses, on_ranks, one_thread, prepare_and_train, rows, same_run,
-    timeless, words)
+    ROOT,
+    assert_refused,
+    driver,
+    losses,
+    on_ranks,
+    one_thread,
+    prepare_and_train,
+    rows,
+    same_run,
+    timeless,
+    words,
+)
 
 SCRIPT = ROOT / "train_mpnn_ddp.py"
 SMALL = {"hidden_size": 16, "n_encoder": 1, "n_decoder": 1, "num_edges": 8}

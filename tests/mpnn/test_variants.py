@@ -5,11 +5,20 @@ import pytest
 import torch
 
 from mpnn.model import random_proteinmpnn
-from proteins.structures import Chain, Complex, Structure
+from mpnn.variants import (
+    Decoding,
+    Scoring,
+    choose_run,
+    encode_complex,
+    index_variants,
+    log_probs_decoded_last,
+    score_alone,
+    score_proteins,
+    scores_in_order,
+    variant_order,
+)
 from mpnn_cases import score_variants
-from mpnn.variants import (Decoding, Scoring, choose_run, encode_complex, index_variants,
-                           log_probs_decoded_last, score_alone, score_proteins, scores_in_order,
-                           variant_order)
+from proteins.structures import Chain, Complex, Structure
 
 A = 0           # letters
 G = 5

@@ -4,8 +4,13 @@ import itertools
 import numpy as np
 import pytest
 
-from proteins.combinations import (best_singles, choose_combinations, combine,
-                                   describe_combinations, n_combined)
+from proteins.combinations import (
+    best_singles,
+    choose_combinations,
+    combine,
+    describe_combinations,
+    n_combined,
+)
 from proteins.letters import LETTERS
 from proteins.mutations import place_on_sequences, read_mutations, scan_sequence
 from proteins.proposals import measured_variants

@@ -2,8 +2,14 @@
 import numpy as np
 import pytest
 
-from proteins.identity import (LONGEST_PART, hold_out_families, identity, identity_of_parts,
-                               known_letters, relatives)
+from proteins.identity import (
+    LONGEST_PART,
+    hold_out_families,
+    identity,
+    identity_of_parts,
+    known_letters,
+    relatives,
+)
 from proteins.letters import AMINO_ACIDS
 
 WHOLE = "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQ"      # 33 residues

@@ -6,9 +6,9 @@ import re
 import numpy as np
 import pytest
 
+from mpnn_cases import Atoms, refusal, write
 from proteins.mutations import place_all, place_on_sequences, read_mutations, scan_structure
 from proteins.scores import table_text
-from mpnn_cases import Atoms, refusal, write
 
 TABLE = "pdb_file,chain,mutation,ddg\n"
 

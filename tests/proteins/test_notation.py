@@ -5,8 +5,19 @@ import re
 import pytest
 
 from launchers import ROOT
-from proteins.notation import (DELETION, EMPTY, FRAMESHIFT, INSERTION, PLURALS, STOP, UNCHANGED,
-                               UNKNOWN, WILD_TYPE, UnreadableVariant, read_variant)
+from proteins.notation import (
+    DELETION,
+    EMPTY,
+    FRAMESHIFT,
+    INSERTION,
+    PLURALS,
+    STOP,
+    UNCHANGED,
+    UNKNOWN,
+    WILD_TYPE,
+    UnreadableVariant,
+    read_variant,
+)
 
 
 def texts(reading):

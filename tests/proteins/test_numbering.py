@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
+from mpnn_cases import Atoms, refusal, write
 from proteins.letters import AMINO_ACIDS, encode
 from proteins.mutations import place_all, place_on_sequences, read_mutations
 from proteins.numbering import NamedSites, describe_misnumbered
 from proteins.structures import NAMES, Chain
-from mpnn_cases import Atoms, refusal, write
 
 TEXT = "".join(AMINO_ACIDS[k] for k in np.random.default_rng(0).integers(20, size=80))
 OTHER = "".join(AMINO_ACIDS[k] for k in np.random.default_rng(1).integers(20, size=80))

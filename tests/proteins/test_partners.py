@@ -7,13 +7,18 @@ import math
 import numpy as np
 import pytest
 
-from proteins.mutations import (measured_values, place_all, place_on_sequences, read_mutations,
-                                scan_structure)
+from mpnn_cases import Atoms, refusal, write
+from proteins.mutations import (
+    measured_values,
+    place_all,
+    place_on_sequences,
+    read_mutations,
+    scan_structure,
+)
 from proteins.places import content_of
 from proteins.proposals import measured_variants
 from proteins.scores import table_text
 from proteins.structures import Complex, read_structure
-from mpnn_cases import Atoms, refusal, write
 
 ALA = 0
 CYS = 1

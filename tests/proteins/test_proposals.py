@@ -3,8 +3,16 @@ import numpy as np
 import pytest
 
 from proteins.mutations import place_on_sequences, read_mutations, scan_sequence
-from proteins.proposals import (MEASURED, PROPOSED, choose_proposals, keep_measured_chains,
-                                marks_of, measured_variants, proteins_of, values_of)
+from proteins.proposals import (
+    MEASURED,
+    PROPOSED,
+    choose_proposals,
+    keep_measured_chains,
+    marks_of,
+    measured_variants,
+    proteins_of,
+    values_of,
+)
 
 WILD_TYPE = "MKTAY"
 

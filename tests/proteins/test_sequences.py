@@ -12,10 +12,19 @@ import pytest
 import torch
 
 from proteins import sequences
-from sedd.demo import DemoSource
 from proteins.letters import AMINO_ACIDS, N_TOKENS, X_ID, decode, encode
-from proteins.sequences import (TEXT_SIZE, Proteins, apply_max_length, collate, named_sequences,
-                                order_words, random_crops, read_sequences, split_by_hash)
+from proteins.sequences import (
+    TEXT_SIZE,
+    Proteins,
+    apply_max_length,
+    collate,
+    named_sequences,
+    order_words,
+    random_crops,
+    read_sequences,
+    split_by_hash,
+)
+from sedd.demo import DemoSource
 
 
 def write(tmp_path, content, name="in.fasta"):

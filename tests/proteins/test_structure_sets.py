@@ -12,8 +12,16 @@ import torch
 from mpnn_cases import Atoms, write
 from proteins import structure_sets
 from proteins.letters import AMINO_ACIDS
-from proteins.structure_sets import (Reading, choose_usable, describe_shared, find_structures,
-                                     fingerprint, hold_out, load_cache, make_cache)
+from proteins.structure_sets import (
+    Reading,
+    choose_usable,
+    describe_shared,
+    find_structures,
+    fingerprint,
+    hold_out,
+    load_cache,
+    make_cache,
+)
 from proteins.structures import read_structure
 
 

@@ -8,10 +8,16 @@ import pytest
 import torch
 
 from mpnn.batches import collate_complexes
-from proteins.structures import (Chain, Complex, Structure, describe_reading, parse_positions,
-                                 read_structure)
 from mpnn_cases import Atoms, refusal, write
 from proteins.letters import decode
+from proteins.structures import (
+    Chain,
+    Complex,
+    Structure,
+    describe_reading,
+    parse_positions,
+    read_structure,
+)
 
 
 def read_text(tmp_path, name, text):

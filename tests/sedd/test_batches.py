@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from proteins.sequences import Proteins, read_sequences
 from sedd import batches as module
 from sedd.batches import BatchPlan, BatchReader, batches_within, sum_rows, to_device
-from proteins.sequences import Proteins, read_sequences
 
 BUDGETS = pytest.mark.parametrize("budget", [dict(tokens=4096), dict(batch_size=12)])
 

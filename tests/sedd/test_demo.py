@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 
-from sedd.demo import DemoSource
 from proteins.letters import UNIREF50
 from proteins.sequences import Proteins
+from sedd.demo import DemoSource
 
 
 @pytest.fixture(scope="module")

@@ -4,9 +4,17 @@ import math
 import pytest
 import torch
 
+from sedd.diffusion import (
+    AbsorbingGraph,
+    independent_log_score,
+    make_graph,
+    make_noise,
+    sample,
+    sample_scheduled,
+    score_entropy_loss,
+    stratified_times,
+)
 from sedd_cases import BOTH_GRAPHS, CASES, entries, near, seeded
-from sedd.diffusion import (AbsorbingGraph, independent_log_score, make_graph, make_noise, sample,
-                            sample_scheduled, score_entropy_loss, stratified_times)
 
 FIXTURE_NOISE = {"loglinear": dict(eps=1e-3), "geometric": dict(sigma_min=1e-5, sigma_max=20.0)}
 PREDICTORS = pytest.mark.parametrize("predictor", ["euler", "analytic"])

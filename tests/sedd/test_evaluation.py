@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from ddp_setup import Ddp
-from sedd.diffusion import make_graph, make_noise
-from sedd.evaluation import Validation, result_lines, sample_proteins
 from proteins.letters import N_TOKENS, X_ID
 from proteins.sequences import Proteins
+from sedd.diffusion import make_graph, make_noise
+from sedd.evaluation import Validation, result_lines, sample_proteins
 from sedd_cases import TrueScores
 from train_sedd_ddp import Config
 from training.config import load_config

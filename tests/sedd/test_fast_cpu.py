@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from sedd import fast_cpu, model as network
+from sedd import fast_cpu
+from sedd import model as network
 from sedd.diffusion import AbsorbingGraph, UniformGraph
 from sedd.fast_cpu import attention, dropout
 from sedd.model import spread

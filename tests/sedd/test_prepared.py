@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import prepare_uniref50
-from sedd.prepared import FILES, SETS, PreparedProteins, check_prepared
 from proteins.letters import decode
+from sedd.prepared import FILES, SETS, PreparedProteins, check_prepared
 
 
 @pytest.fixture(scope="module")

@@ -9,21 +9,39 @@ import numpy as np
 import pytest
 import torch
 
-from launchers import ROOT, Printed, fork_ranks
-from ddp_setup import Ddp
 import sample_sedd
-from sample_sedd import (cli, length_groups, reshape_choice, sample_sequences,
-                         scaffold_templates, score_sequences, scores_by_length_group)
-from sedd_cases import NOISE, SIZES, TrueScores, draw_and_score, write_checkpoint
-from sedd.diffusion import make_graph, make_noise
-from sedd.weights import Sedd, export_sedd, load_sedd
+from ddp_setup import Ddp
+from launchers import ROOT, Printed, fork_ranks
 from proteins.letters import AMINO_ACIDS, N_TOKENS, encode
 from proteins.sequences import Proteins
+from sample_sedd import (
+    cli,
+    length_groups,
+    reshape_choice,
+    sample_sequences,
+    scaffold_templates,
+    score_sequences,
+    scores_by_length_group,
+)
 from sedd import variants as sedd_variants
-from sedd.variants import (batches_by_places, draw_masks, masked_nll, predict_letters,
-                           residue_scores, score_proteins, variant_scores)
-from training_runs import needs_pretended_device, on_ranks
-from training_runs import one_thread  # noqa: F401 (a fixture for all)
+from sedd.diffusion import make_graph, make_noise
+from sedd.variants import (
+    batches_by_places,
+    draw_masks,
+    masked_nll,
+    predict_letters,
+    residue_scores,
+    score_proteins,
+    variant_scores,
+)
+from sedd.weights import Sedd, export_sedd, load_sedd
+from sedd_cases import NOISE, SIZES, TrueScores, draw_and_score, write_checkpoint
+from training_runs import (
+    needs_pretended_device,
+    on_ranks,
+    one_thread,  # noqa: F401 (a fixture for all)
+)
+
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):

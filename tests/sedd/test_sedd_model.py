@@ -9,11 +9,19 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import train_sedd_ddp
 from ddp_setup import Ddp
-from sedd import fast_cpu, model as network
-from sedd_cases import CASES, entries, near, seeded, small_batch, small_model
-from sedd.diffusion import (AbsorbingGraph, UniformGraph, make_graph, make_noise, sample,
-                            sample_scheduled, score_entropy_loss)
+from sedd import fast_cpu
+from sedd import model as network
+from sedd.diffusion import (
+    AbsorbingGraph,
+    UniformGraph,
+    make_graph,
+    make_noise,
+    sample,
+    sample_scheduled,
+    score_entropy_loss,
+)
 from sedd.model import EMA, SEDD, Block, Head, flops_per_position, load_official
+from sedd_cases import CASES, entries, near, seeded, small_batch, small_model
 from training import fast_linear
 from training.config import CommonOptim
 from training.loop import rate_share

@@ -20,28 +20,38 @@ import numpy as np
 import pytest
 import torch
 
-from ddp_setup import Ddp, load_checkpoint
-from launchers import fork_ranks, need, read_status, run_ranks, slow, started
 import prepare_uniref50
-from sedd import evaluation as sedd_eval
-from sedd import batches as sequence_batches
 import train_dpo_ddp
 import train_mpnn_ddp
 import train_sedd_ddp
-from training.config import dump_yaml, load_config
-from training_runs import prepare_and_train
-from sedd.diffusion import make_graph, make_noise, score_entropy_loss
-from sedd.demo import DemoSource
+from ddp_setup import Ddp, load_checkpoint
+from launchers import fork_ranks, need, read_status, run_ranks, slow, started
 from proteins.letters import N_TOKENS, X_ID, decode
 from proteins.sequences import read_sequences
-from training.loop import MicroBatchSampler
+from sedd import batches as sequence_batches
+from sedd import evaluation as sedd_eval
+from sedd.demo import DemoSource
+from sedd.diffusion import make_graph, make_noise, score_entropy_loss
 from sedd.evaluation import sample_proteins
-from train_sedd_ddp import Config, MicroBatchDataset, check_config, main, prepare
-
 from sedd_cases import write_published
+from train_sedd_ddp import Config, MicroBatchDataset, check_config, main, prepare
+from training.config import dump_yaml, load_config
+from training.loop import MicroBatchSampler
 from training_runs import (  # noqa: F401 (the fixture one_thread)
-    ROOT, assert_refused, driver, equal, gradients, losses, on_ranks, one_thread, rows, same_run,
-    train_ready, words)
+    ROOT,
+    assert_refused,
+    driver,
+    equal,
+    gradients,
+    losses,
+    on_ranks,
+    one_thread,
+    prepare_and_train,
+    rows,
+    same_run,
+    train_ready,
+    words,
+)
 
 SCRIPT = ROOT / "train_sedd_ddp.py"
 TINY = {"training.batch_size": 4, "training.accum": 2, "training.n_iters": 12,

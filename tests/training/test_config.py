@@ -3,21 +3,32 @@
 import re
 from dataclasses import dataclass, field, make_dataclass
 from operator import attrgetter
-from typing import Literal, Optional
+from typing import Literal
 
 import pytest
 
 import train_dpo_ddp
 import train_sedd_ddp
 from launchers import ROOT
-from training.config import (CommonMemory, CommonMonitoring, CommonOptim, CommonTraining,
-                             DdpSection, check_common, config_differences, key, key_fields,
-                             keys_that, load_config, refuse_config)
+from training.config import (
+    CommonMemory,
+    CommonMonitoring,
+    CommonOptim,
+    CommonTraining,
+    DdpSection,
+    check_common,
+    config_differences,
+    key,
+    key_fields,
+    keys_that,
+    load_config,
+    refuse_config,
+)
 
 
 @dataclass
 class Training:
-    batch_size: Optional[int] = None
+    batch_size: int | None = None
     accum: int = 1
     checkpointing: bool = False
     mixed_precision: bool | str = True

@@ -7,8 +7,14 @@ from unittest import mock
 
 import pytest
 
-from training.files import (check_output, check_saved, check_writable, read_text, write_text_atomic,
-                            write_whole)
+from training.files import (
+    check_output,
+    check_saved,
+    check_writable,
+    read_text,
+    write_text_atomic,
+    write_whole,
+)
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"),

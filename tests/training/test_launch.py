@@ -3,16 +3,26 @@
 import contextlib
 import os
 import signal
-import subprocess
 import socket
+import subprocess
 
 import pytest
 import torch
 
 import sample_sedd
 import train_sedd_ddp
-from launchers import (ROOT, Printed, Running, await_that, clean_environment, command,
-                       fork_ranks, run_ranks, slow, start_ranks)
+from launchers import (
+    ROOT,
+    Printed,
+    Running,
+    await_that,
+    clean_environment,
+    command,
+    fork_ranks,
+    run_ranks,
+    slow,
+    start_ranks,
+)
 from training import launch
 
 # Hands over; then each rank writes what it is, and ends as --end says. Only the first one imports

@@ -13,19 +13,34 @@ import sys
 import pytest
 import torch
 
+from bench.speed import compute_gradient
 from ddp_setup import Ddp, all_sum, gather, load_checkpoint  # noqa: F401  (gather: for on_ranks)
 from ddp_watch import watch_run
 from launchers import ROOT
-from bench.speed import compute_gradient
-from toy_run import Blocks, Rows, loss_of as loss_of_toy, steps, take_step, toy
 from sedd.model import SEDD
+from toy_run import Blocks, Rows, steps, take_step, toy
+from toy_run import loss_of as loss_of_toy
 from training.log import RunLog
-from training.loop import (Totals, after_step, eval_mode, open_batches, open_trace, record_score,
-                           scale_for_batch, share_of)
+from training.loop import (
+    Totals,
+    after_step,
+    eval_mode,
+    open_batches,
+    open_trace,
+    record_score,
+    scale_for_batch,
+    share_of,
+)
 from training.precision import compile_blocks, grad_scaler
-from training_runs import (SCRIPTS, dataset_of, loss_of, losses, needs_pretended_device, on_ranks,
-                           train)
-
+from training_runs import (
+    SCRIPTS,
+    dataset_of,
+    loss_of,
+    losses,
+    needs_pretended_device,
+    on_ranks,
+    train,
+)
 
 # ---- the step ----
 

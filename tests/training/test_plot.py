@@ -8,9 +8,9 @@ import sys
 import numpy as np
 import pytest
 
-from training.plot import SMOOTHED, choose_panels, draw, points, rows_of, running_mean
 from launchers import ROOT, Printed, clean_environment
 from plot_run import main
+from training.plot import SMOOTHED, choose_panels, draw, points, rows_of, running_mean
 
 
 def write(folder, *rows):

@@ -13,8 +13,16 @@ from training.config import CommonOptim, CommonTraining, config_to_dict
 from training.log import RunLog
 from training.loop import Diverged, save_wanted
 from training.precision import grad_scaler
-from training.resume import (Start, check_config, check_weights, describe_machine,
-                             find_checkpoint, hash_of, machine_differences, save_run)
+from training.resume import (
+    Start,
+    check_config,
+    check_weights,
+    describe_machine,
+    find_checkpoint,
+    hash_of,
+    machine_differences,
+    save_run,
+)
 
 
 @dataclasses.dataclass

@@ -11,9 +11,9 @@ from ddp_setup import Ddp
 from ddp_watch import watch_run
 from launchers import ROOT, ForkedRanks, read_status
 from train_sedd_ddp import Config
-from training_runs import SCRIPTS, prepare_and_train
 from training.config import config_to_dict, load_config
 from training.run_folder import refuse_in_use, rename_former, take_folder
+from training_runs import SCRIPTS, prepare_and_train
 
 
 def run_in(folder, step=0, finished="", n_iters=10):
