@@ -39,7 +39,9 @@ import sys
 import time
 from typing import NamedTuple
 
+__version__ = "1.0.0"
 FAILED = 1          # exit codes, as in ddp_watch.py
+BAD_INPUT = 2
 HANG = 70
 STOPPED = 75
 INTERRUPTED = 130
@@ -55,6 +57,9 @@ TURN = 0.1          # between the guards of two ranks, where rank 0's does not s
 DYING = 10.0        # for the rank to end by SIGKILL; a hanging disk or driver may keep it longer
 SAME_CTRL_C = 0.2   # between two SIGINTs of one Ctrl-C, from the terminal and from the launcher
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+# To all processes of a step of Slurm, when a rank refuses to start: guards end with BAD_INPUT, and
+# so does srun. Killed ranks would make it end with 137. Other programs ignore this signal.
+REFUSED = signal.SIGURG
 # Of a death by signal. SIGBUS: a page of shared memory, such as MPI's own, found no room.
 LIKELY_CAUSES = {signal.SIGKILL: ": out of memory?", signal.SIGBUS: ": is /dev/shm full?"}
 # Files of the innermost frame of a rank that waits for others: DDP does so in the backward.
@@ -202,6 +207,7 @@ class Guard:
         self.known = Known()
         self.ending = False          # the rank is being ended: no signal is passed on any more
         self.terminated = False      # by SIGTERM, such as that of scancel for all ranks
+        self.refused = False         # by REFUSED
         self.interrupted = None      # time of the first Ctrl-C
         self.terminal = False        # True: the terminal itself sends Ctrl-C to the rank
         with contextlib.suppress(OSError):    # no terminal, or not ours
@@ -209,6 +215,7 @@ class Guard:
         for number in SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:    # as under nohup
                 signal.signal(number, self.pass_on)
+        signal.signal(REFUSED, self.note_refusal)
 
     def run(self):
         """Wait for the end of the rank, or for its limit; then end this process."""
@@ -217,6 +224,9 @@ class Guard:
         progress = now
         while self.rank.poll() is None:
             has_spoken = self.listen(POLL)
+            if self.refused and not self.known.spoken:   # not the rank that has refused
+                self.rank.kill()
+                os._exit(BAD_INPUT)
             now = time.monotonic()
             if has_spoken or now > looked + SUSPENDED:
                 progress = now
@@ -260,6 +270,9 @@ class Guard:
         elif number != signal.SIGINT or not self.terminal:
             self.rank.send_signal(number)
 
+    def note_refusal(self, *_):
+        self.refused = True
+
     def is_second_interrupt(self):
         now = time.monotonic()
         if self.interrupted is None:
@@ -284,7 +297,8 @@ class Guard:
             self.leave(code if code > 0 else FAILED)
         if code < 0:
             name = signal.Signals(-code).name
-            self.fail(FAILED, f"died without a word ({name}{LIKELY_CAUSES.get(-code, '')})")
+            self.fail(FAILED, f"died without a word ({name}{LIKELY_CAUSES.get(-code, '')})",
+                      suspects=known.host)
         if known.size is not None:
             self.fail(code or FAILED, f"left with exit code {code} without a word")
         self.leave(code)
@@ -310,22 +324,31 @@ class Guard:
         if known.rank != 0:    # rank 0's guard speaks for all, and the launcher then ends this one
             time.sleep(OTHERS + STACKS + TURN * known.rank)
         late = find_late(known, own)
+        hosts = {place.host for place in late}
+        where = "at different places: see stacks/"
+        if len({place.where for place in late}) == 1:
+            where = late[0].where
         who = listed([f"{place.rank} on {place.host}" for place in late])
+        cause = f"{cause}. Late: rank {who}, last step {late[0].step}, {where}"
+        if len(hosts) > 1:   # no host is more suspect than another
+            self.fail(HANG, cause, f"{len(late)} ranks on {len(hosts)} hosts")
         known.rank = late[0].rank
         known.host = late[0].host
-        self.fail(HANG, f"{cause}. Late: rank {who}, last step {late[0].step}, {late[0].where}")
+        self.fail(HANG, cause, suspects=known.host)
 
-    def fail(self, code, cause):
-        """Say why this run ends, unless another has said so, note it in status.json, and end."""
+    def fail(self, code, cause, who="", suspects=""):
+        """Say why this run ends, unless another has said so, note it in status.json, and end.
+
+        who: in words; "": this rank. suspects: the host that is perhaps at fault, or ""."""
         known = self.known
         self.ending = True
         self.rank.kill()
-        who = f"rank {known.rank} on {known.host}"
-        if known.size is not None:
-            who = f"rank {known.rank} of {known.size} on {known.host}"
+        if not who:
+            of = "" if known.size is None else f" of {known.size}"
+            who = f"rank {known.rank}{of} on {known.host}"
         if not tells_a_failure(known):
             say(f"\nFAILED: {who}: {cause}. {known.saved}".rstrip() + "\n")
-            write_status(known, code, f"{who}: {cause}")
+            write_status(known, code, f"{who}: {cause}", suspects)
         self.leave(code)
 
     def leave(self, code):
@@ -339,12 +362,16 @@ class Guard:
 
     def end_others(self, code):
         """Ask those launchers to end all ranks that would not do so for an exit code."""
-        with contextlib.suppress(KeyError, ValueError, OSError):    # MPICH, Intel MPI
-            os.write(int(os.environ["PMI_FD"]), b"cmd=abort exitcode=%d\n" % code)
-        if self.known.slurm_step and not self.terminated:   # else Slurm is ending them already
+        step = self.known.slurm_step
+        words = ["scancel", step]
+        if step and code == BAD_INPUT:
+            words = ["scancel", "--signal", REFUSED.name, step]
+        else:
+            with contextlib.suppress(KeyError, ValueError, OSError):    # MPICH, Intel MPI
+                os.write(int(os.environ["PMI_FD"]), b"cmd=abort exitcode=%d\n" % code)
+        if step and not self.terminated:   # else Slurm is ending them already
             with contextlib.suppress(OSError, subprocess.SubprocessError):    # missing, or hangs
-                subprocess.run(["scancel", self.known.slurm_step], timeout=SCANCEL,
-                               stderr=subprocess.DEVNULL)
+                subprocess.run(words, timeout=SCANCEL, stderr=subprocess.DEVNULL)
 
 
 def say(text):
@@ -373,13 +400,16 @@ def tells_a_failure(known):
     return status_code(known) not in (None, 0, STOPPED)
 
 
-def write_status(known, code, reason):
-    """Write status.json, unless the end of this run stands there: the first one stays."""
+def write_status(known, code, reason, suspects=""):
+    """Write status.json, unless the end of this run stands there: the first one stays.
+
+    suspects: the host whose rank died or is late; "": no host is known to be at fault."""
     if known.run_dir is None or status_code(known) is not None:
         return
     path = f"{known.run_dir}/status.json"
     temporary = f"{known.run_dir}/.status.json.{os.getpid()}.tmp"
-    status = {"code": code, "reason": reason, "step": known.step, "run": known.run}
+    status = {"code": code, "reason": reason, "suspects": suspects, "step": known.step,
+              "run": known.run}
     text = json.dumps(status) + "\n"
     with contextlib.suppress(OSError):
         try:
@@ -473,7 +503,7 @@ def find_late(known, own):
     for that; the guards of other ranks have waited, and speak only if rank 0's does not.
 
     Late are those that do not answer, else those at the lowest step, else those that do not wait
-    for others, else the fewest at one place in the code; on a tie, a guess."""
+    for others, else the fewest at one place in the code; on a tie, those at each such place."""
     deadline = time.monotonic() + (OTHERS if known.rank == 0 else 0.0)
     places = {}
     while len(places) < known.size:
@@ -498,7 +528,9 @@ def find_late(known, own):
         answers, step, waits, _ = group
         return answers, step, waits, len(groups[group])
 
-    return groups[min(groups, key=lateness)]
+    latest = min(map(lateness, groups))
+    return sorted(place for group in groups if lateness(group) == latest
+                  for place in groups[group])
 
 
 def listed(items):

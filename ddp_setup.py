@@ -51,6 +51,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
+__version__ = "1.0.0"
 # Exit codes, beside 0 finished and 1 failed.
 BAD_INPUT = 2      # a person must change something
 STOPPED = 75       # stopped on request, work is left: the block may be left with it in good order
@@ -1117,22 +1118,32 @@ def words_of(error: BaseException) -> tuple[str, int]:
     return str(error.code), 1
 
 
-def end_ranks(ddp: Ddp, text: str, code: int) -> None:
-    """Print `text`, and end all ranks, as far as the launcher can be asked to."""
+def end_ranks(ddp: Ddp, text: str, code: int, slurm_signal: str = "") -> None:
+    """Print `text`, and end all ranks, as far as the launcher can be asked to.
+
+    slurm_signal: by which a step of Slurm is ended; "": SIGKILL, after which srun itself ends with
+        137, whatever the code of this rank."""
     with contextlib.suppress(OSError, ValueError):   # nobody reads it any more
         sys.stdout.flush()
         print(f"\n{text}", file=sys.stderr, flush=True)
     time.sleep(FORWARDING)
+    step = slurm_step(ddp)
+    if step and slurm_signal:
+        _scancel("--signal", slurm_signal, step)
+        os._exit(code)
     if "PMI_FD" in os.environ:   # MPICH and Intel MPI
         with contextlib.suppress(OSError, ValueError):
             os.write(int(os.environ["PMI_FD"]), b"cmd=abort exitcode=%d\n" % code)
     elif ddp.mpi is not None:
         ddp.mpi.Abort(code)
-    step = slurm_step(ddp)
     if step:
-        with contextlib.suppress(OSError, subprocess.SubprocessError):   # it is missing, or hangs
-            subprocess.run(["scancel", step], timeout=GRACE, stderr=subprocess.DEVNULL)
+        _scancel(step)
     os._exit(code % 256 or 1)
+
+
+def _scancel(*words):
+    with contextlib.suppress(OSError, subprocess.SubprocessError):   # it is missing, or hangs
+        subprocess.run(["scancel", *words], timeout=GRACE, stderr=subprocess.DEVNULL)
 
 
 def _end_by(ddp, error):
@@ -1349,6 +1360,7 @@ if __name__ == "__main__":   # what is found here, and would be chosen
         here = _bind_device(detect_launcher(dict(os.environ)), "auto", "auto")
     except SetupError as error:
         sys.exit(f"PROBLEM: {error}")
-    print0(here, f"Python {sys.version.split()[0]}, torch {torch.__version__}", *here.notes,
+    print0(here, f"ddp_setup.py {__version__}, Python {sys.version.split()[0]}, "
+           f"torch {torch.__version__}", *here.notes,
            f"{socket.gethostname()}, {_own_address()} on {_interface_of(_own_address())}",
            _seen(os.environ), sep="\n")

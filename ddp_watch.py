@@ -15,10 +15,12 @@ Copy this file beside ddp_setup.py and ddp_guard.py for jobs that run for hours:
     RUN_DIR/STOP (rank 0 looks)  /
 
 A run folder holds `lock`, which keeps a second run out; `stacks/rank_R.txt`, where each rank is at
-a hang; and `status.json`, {"code", "reason", "step", "run"}: code null while the run is on, else
-0 finished, 75 stopped with work left, 1 failed, 2 bad input, 70 no progress, 130 interrupted, or
-that of sys.exit. It is written by rank 0 at the start and at a good end; at a failure by who prints
-it, which is the rank, or its guard if the rank is dead or hangs (ddp_guard.py).
+a hang; and `status.json`, {"code", "reason", "suspects", "step", "run"}: code null while the run is
+on, else 0 finished, 75 stopped with work left, 1 failed, 2 bad input, 70 no progress, 130
+interrupted, or that of sys.exit. "suspects" is the host of a rank that died or is late; "" if no
+host is known to be at fault, as after an exception. It is written by rank 0 at the start and at a
+good end; at a failure by who prints it, which is the rank, or its guard if the rank is dead or
+hangs (ddp_guard.py).
 
 Environment that is read: DDP_DEADLINE, the time in epoch seconds at which a run is to stop.
 """
@@ -41,7 +43,7 @@ from typing import IO
 import torch
 import torch.distributed as dist
 
-from ddp_guard import tells_a_failure, write_status
+from ddp_guard import REFUSED, tells_a_failure, write_status
 from ddp_setup import (
     BAD_INPUT,
     GRACE,
@@ -60,6 +62,7 @@ from ddp_setup import (
     words_of,
 )
 
+__version__ = "1.0.0"
 HANG = 70          # exit codes, beside those of ddp_setup.py
 INTERRUPTED = 130
 STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")
@@ -68,6 +71,8 @@ SAME_CTRL_C = 0.2   # between two signals of one Ctrl-C, from the terminal and f
 CLOSING = 60.0      # for a rank that has said why it ends
 LEAVING = 120.0     # for Python to end: a profiler may still write its traces
 WORKERS = 1.0       # for DataLoader workers to end with it
+FORMER_START = 60.0  # for ranks of this same job, which was started again, to end
+LOOK = 0.5          # between two looks at the lock
 MOST_MINUTES = 1e6  # as timers hold no more than some years
 
 
@@ -286,8 +291,9 @@ class Watch:
         elif code != BAD_INPUT:
             words = f"{words}\n{self._last_line(cause, advise)}"
         self._close_stacks()
-        if several:
-            end_ranks(self.ddp, words, code)
+        if several:   # srun gives the code of guards that end for this signal: see there
+            by_guards = code == BAD_INPUT and self._guard is not None
+            end_ranks(self.ddp, words, code, REFUSED.name if by_guards else "")
         abort(self.ddp, words, code)
 
     def _last_line(self, cause, advise):
@@ -376,11 +382,10 @@ class Watch:
     def _lock_and_begin(self, run_dir):
         """On rank 0: take the lock, and begin status.json. Returns (problem, run)."""
         self.run = secrets.token_hex(4)
-        jobs = [f", job {os.environ[name]}" for name in JOBS.split() if name in os.environ]
         try:
             lock = lock_folder(run_dir)
             lock.truncate(0)
-            lock.write(f"process {os.getpid()} on {self.ddp.host}{''.join(jobs)}\n")
+            lock.write(f"process {os.getpid()} on {self.ddp.host}{_this_job()}\n")
             lock.flush()
         except ValueError as error:
             return str(error), ""
@@ -438,14 +443,14 @@ def lock_folder(folder: str | os.PathLike) -> IO:
     closes the file. It may hold who that is, in words.
 
     It holds across hosts where the file system has such locks; where it has none, a line says so.
+    For a holder of this same job it waits: a job that was started again may meet its former ranks.
     Returns: the open file. Raises: ValueError if another process holds the lock; OSError."""
     os.makedirs(os.path.realpath(folder), exist_ok=True)   # perhaps a link that leads nowhere yet
     file = open(os.path.join(folder, "lock"), "a+", encoding="utf-8")
-    file.seek(0)
     try:
-        _lock(file)
+        _wait_for_lock(file)
     except (BlockingIOError, PermissionError):
-        holder = file.read().strip() or "another process"
+        holder = _holder_of(file)
         file.close()
         raise ValueError(f"{folder} is in use by {holder}. Expected one run per folder. Wait for "
                          f"it, stop it, or give another folder.") from None
@@ -459,6 +464,34 @@ def lock_folder(folder: str | os.PathLike) -> IO:
 
 
 # ---------------------------------------------------------------- how it works
+def _this_job():
+    """The numbers of the batch job of this process, in words."""
+    return "".join(f", job {os.environ[name]}" for name in JOBS.split() if name in os.environ)
+
+
+def _holder_of(file):
+    file.seek(0)
+    return file.read().strip() or "another process"
+
+
+def _wait_for_lock(file):
+    """Lock a file. Raises: as _lock, at once unless the holder is of this job."""
+    waited = 0.0
+    while True:
+        try:
+            return _lock(file)
+        except (BlockingIOError, PermissionError):
+            holder = _holder_of(file)
+            of_this_job = _this_job() and holder.endswith(_this_job())
+            if not of_this_job or waited > FORMER_START:
+                raise
+        if not waited:
+            print(f"{file.name} is held by {holder}, which is this job: perhaps a rank of its "
+                  f"former start. It has {FORMER_START:.0f} s to end", flush=True)
+        time.sleep(LOOK)
+        waited += LOOK
+
+
 def _lock(file):
     """Lock a file, for as long as this open file lives. Forked workers may outlive this process, so
     they close it."""

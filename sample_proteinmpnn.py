@@ -16,8 +16,8 @@ designed chains joined in the order of --chains, gaps counted.
 Writes FASTA to --out or to standard output: first a structure's native sequence, then the drawn
 ones; or a FASTA file of each structure and one table of all designs to --out_folder. Each file is
 written whole or not at all. How the input, above all positions, was understood is printed to
-standard error. Wrong input ends with one message and exit code 2. docs/data.md defines the scores,
-and lists the files of --out_folder.
+standard error. Wrong input ends with one message and exit code 2. docs/scoring.md defines the
+scores, and lists the files of --out_folder.
 """
 if __name__ == "__main__":   # runs this command again in a child, the rank; this process guards it
     import ddp_guard
@@ -77,7 +77,7 @@ class DesignRow(NamedTuple):
 def make_parser():
     """If an option has two names, the second is that of the published tool."""
     parser = Parser(description=__doc__, allow_abbrev=False,
-                    epilog="docs/data.md explains scores and the files of --out_folder.")
+                    epilog="docs/scoring.md explains scores and the files of --out_folder.")
     add = parser.add_argument
     add("checkpoint", help="weights: a published name (v_48_020, soluble/v_48_010, ca/v_48_020) "
         "or a file, such as best_model.pt of train_dpo_ddp.py")

@@ -12,10 +12,11 @@
     mpirun -n 4 python score_mutations.py ...                                   # the same, sooner
 
 A score is ln p(mutant letters) - ln p(wild-type letters) at the mutated residues, given the rest,
-in nats: below 0 if the model prefers the wild type. docs/data.md defines it for both models, and
-has the columns of a table. The result is a CSV table of the same columns, `score` and `scored_by`.
-With --partners, or a column of this name, a score is that of binding: in the complex of both sides
-less each side alone (docs/binding.md). --copies puts a mutation into all equal chains.
+in nats: below 0 if the model prefers the wild type. docs/scoring.md defines it for both models,
+docs/tables.md has the columns of a table. The result is a CSV table of the same columns, `score`
+and `scored_by`. With --partners, or a column of this name, a score is that of binding: in the
+complex of both sides less each side alone (docs/binding.md). --copies puts a mutation into all
+equal chains.
 Weights that train_dpo_ddp.py made say how their scores are corrected, and this is done. Lines that
 do not fit their protein are named and left out; if most do not, nothing is scored. --measured
 COLUMN prints Spearman's rank correlation with that column, over all mutations (whole proteins drawn
@@ -523,7 +524,8 @@ def describe(proteins, scorer):
 
 def make_parser():
     parser = Parser(description=__doc__, allow_abbrev=False,
-                    epilog="See the top of this file for examples, and docs/data.md for tables.")
+                    epilog="See the top of this file for examples, and docs/tables.md for "
+                            "tables.")
     add = parser.add_argument
     add("weights", help="of SEDD: a checkpoint, run folder or exported folder; of ProteinMPNN: a "
                         "file such as best_model.pt, or a published name such as v_48_020")
@@ -741,7 +743,8 @@ def run(args, ddp):
         else:
             write(table_text(proteins, results, scored_by, folder))
     if args.measured or args.picture:
-        show_on_rank_0(lambda: describe_result(args, proteins, results[SCORE], marks), ddp)
+        show_on_rank_0(
+            lambda: describe_result(args, proteins, results[SCORE], marks, scored_by), ddp)
 
 
 def score_all(scorer, proteins, ddp):
@@ -782,8 +785,10 @@ def inputs_of(args, scorer, proteins, measured=()):
             "--unmeasured (hash)": content_key(sorted(map(sorted, measured)))}
 
 
-def describe_result(args, proteins, scores, marks):
-    """Text on the correlation, if it was asked for, and on the picture, which is drawn here."""
+def describe_result(args, proteins, scores, marks, scored_by):
+    """Text on the correlation, if it was asked for, and on the picture, which is drawn here.
+
+    scored_by: the weights, in words."""
     lines = []
     report = None
     if args.measured:
@@ -795,7 +800,7 @@ def describe_result(args, proteins, scores, marks):
         lines += describe_duplicates(values, "variants", "each row counts")
     if args.picture:
         if args.scan:
-            draw_scan(proteins, scores, args.picture, marks)
+            draw_scan(proteins, scores, args.picture, scored_by, marks)
         else:
             draw_measured(proteins, scores, args.picture, report, args.measured,
                           args.lower_is_better)

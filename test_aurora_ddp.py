@@ -52,6 +52,7 @@ from ddp_setup import (
     wrap_ddp,
 )
 
+__version__ = "1.0.0"
 FAILED = 3           # exit code: a claim failed
 N_ITEMS = 12         # data items per rank
 N_FEATURES = 16      # numbers per item

@@ -7,7 +7,7 @@
     python train_dpo_ddp.py --config configs/dpo.yaml --plan 1,2,4,8     # scaling, and the memory
 
 Reads preference pairs and their structures (dpo/pairs.py), or with loss.unit table a table of
-measured mutations (docs/data.md), published weights, and optionally a YAML config (keys: below,
+measured mutations (docs/tables.md), published weights, and optionally a YAML config (keys: below,
 training/config.py and --help). Writes into the run folder (--output_dir, default
 runs/CONFIG_NAME): latest_model.pt, and with validation best_model.pt, which other ProteinMPNN
 tools read; metrics.jsonl, config.yaml, status.json; reference/KEY.pt (scores under the base
@@ -195,7 +195,7 @@ class Loss:
 
 @dataclass
 class Table:
-    """Of loss.unit table. docs/data.md has the columns of a table of mutations."""
+    """Of loss.unit table. docs/tables.md has the columns of a table of mutations."""
     measured: str | None = key(None, flag="--measured", help="column of measured values")
     better: Literal["lower", "higher"] | None = key(
         None, flag="--better", help="values; ddG: lower, if positive values are destabilising")

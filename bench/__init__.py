@@ -1,1 +1,1 @@
-"""Benchmarks of this machine: `python -m bench`."""
+"""Benchmarks of this machine, pictures and tables of the docs: `python -m bench`."""

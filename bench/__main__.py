@@ -1,4 +1,4 @@
-"""Benchmarks of this machine: python -m bench COMMAND.
+"""Benchmarks of this machine, pictures and tables of the docs: python -m bench COMMAND.
 
     python -m bench                 # lists the commands
     python -m bench speed --help    # the options of one
@@ -8,10 +8,10 @@ on the progress to stderr.
 """
 import sys
 
-from bench import scale, speed
+from bench import pictures, scale, speed, tables
 from ddp_setup import BAD_INPUT
 
-COMMANDS = {"speed": speed, "scale": scale}
+COMMANDS = {"speed": speed, "scale": scale, "pictures": pictures, "tables": tables}
 
 
 def main(argv):
@@ -31,7 +31,7 @@ def describe_commands():
     lines = ["usage: python -m bench COMMAND [--help] [options]", ""]
     for name, module in COMMANDS.items():
         first_line = (module.__doc__ or "").partition("\n")[0]
-        lines.append(f"  {name:<7}{first_line}")
+        lines.append(f"  {name:<10}{first_line}")
     return "\n".join(lines)
 
 

@@ -44,7 +44,7 @@ number_test=$(select_domains "$1" test "$test")
 echo "trained on $number_train of 97 domains, tested on $number_test of 112:"
 printf '| weights | all mutations | mean of domains |\n|---|---|---|\n'
 spearman "v_48_020" v_48_020 --correct_unfolded
-FOLDER=$FOLDER/weights bash "$here/jobs/three_weights.sh" --train_data "$FOLDER/train.csv" \
+env FOLDER="$FOLDER/weights" bash "$here/jobs/three_weights.sh" --train_data "$FOLDER/train.csv" \
   > "$FOLDER/train.log" 2>&1
 spearman "one, trained" "$FOLDER/weights/v_48_020/latest_model.pt"
 spearman "three, trained" "$FOLDER/weights/v_48_020/latest_model.pt" \

@@ -5,10 +5,10 @@
 #   SEEDS=0 FOLDER=runs/mine bash bench/stability.sh ...
 # Prints Spearman over all mutations and as mean of proteins, for the proteins that are held out,
 # and for all assays; then how likely the native sequence of each structure is, and what 16 designs
-# keep of it. About an hour on one core. Held out are the PDB codes below: the families of both
-# tables that a hash drew (30 % identity). The tables begin with the columns
-# pdb_file,chain,mutation,ddg, and names of structures with the code; that of the assays has a
-# column fitness. FOLDER keeps runs, logs and scores.
+# keep of it. About an hour on one core. `python -m bench tables` makes the first two tables. Held
+# out are the PDB codes below: the families of both tables that a hash drew (30 % identity). The
+# tables begin with the columns pdb_file,chain,mutation,ddg, and names of structures with the code;
+# that of the assays has a column fitness. FOLDER keeps runs, logs and scores.
 set -euo pipefail
 unset CDPATH
 

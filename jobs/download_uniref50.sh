@@ -6,8 +6,7 @@
 # https_proxy. Then: python prepare_uniref50.py data/uniref50 --fasta data/uniref50.fasta.gz
 set -euo pipefail
 
-# shellcheck source=jobs/lib/help.sh
-source "$(dirname "${BASH_SOURCE[0]}")/lib/help.sh"    # --help
+if [[ ${1:-} = --help || ${1:-} = -h ]]; then sed -n '1d; /^# /!q; s/^# //p' "$0"; exit; fi
 if [[ ${1:-} = -* ]]; then
   echo "$0: found $1; expected a folder, or nothing. See --help" >&2
   exit 2

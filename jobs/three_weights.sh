@@ -12,8 +12,7 @@
 set -euo pipefail
 unset CDPATH
 
-# shellcheck source=jobs/lib/help.sh
-source "$(dirname "${BASH_SOURCE[0]}")/lib/help.sh"    # --help
+if [[ ${1:-} = --help || ${1:-} = -h ]]; then sed -n '1d; /^# /!q; s/^# //p' "$0"; exit; fi
 
 PYTHON=${PYTHON:-python}
 SCRIPT=${SCRIPT:-train_dpo_ddp.py}

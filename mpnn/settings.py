@@ -68,7 +68,8 @@ class Design:
         self.mutable = self.mutable_positions(args)
         if not (self.mutable & self.resolved).any():
             raise ValueError(f"{self.name}: no position is left to design: all are fixed or "
-                             f"without {structure.needed}. Fix fewer.")
+                             f"without {structure.needed}. Fix fewer: see --fixed_positions and "
+                             "--mutable_positions.")
         self.drawn = np.zeros(len(self.complex), bool)
         self.drawn[self.rows] = self.mutable & self.resolved
         groups = self.tied_positions(args)
@@ -169,8 +170,12 @@ class Design:
         self.positions("tied_positions", texts)             # checks: none twice, all of one kind
         groups = []
         for text in texts:
-            parts = [parse_positions(part, self.structure, self.chains)[0].tolist()
-                     for part in text.strip(",").split(",")]
+            parts = []
+            for part in text.strip(",").split(","):
+                positions = []      # of nothing between two commas
+                if part:
+                    positions = parse_positions(part, self.structure, self.chains)[0].tolist()
+                parts.append(positions)
             lengths = [len(part) for part in parts]
             if len(parts) < 2 or len(set(lengths)) > 1:
                 raise ValueError(f"--tied_positions: found {text} with parts of {lengths} "

@@ -5,8 +5,8 @@
     reading = read_variant("G1*")               # .left_out: STOP
 
 A text is one variant of one or several mutations. What is no substitution, as a mutational scan has
-among its rows, is told by its kind and is no error. docs/data.md has a table of all forms, which a
-test reads. No model here. Writes nothing.
+among its rows, is told by its kind and is no error. docs/tables.md has a table of all forms, which
+a test reads. No model here. Writes nothing.
 """
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PLURALS = {WILD_TYPE: "wild types", STOP: "stops", DELETION: "deletions",
            UNCHANGED: "variants that change nothing", EMPTY: "rows without a mutation"}
 
 EXPECTED = ("a mutation such as A12V: the wild type's letter, the residue's number in the file, "
-            "the mutant's letter (docs/data.md has other forms)")
+            "the mutant's letter (docs/tables.md has other forms)")
 WILD_TYPE_WORDS = {"wt", "_wt", "wild type", "wild-type", "wild_type", "wildtype", "native", "=",
                    "p.=", "p.(=)"}
 UNKNOWN_WORDS = {"p.?", "p.(?)", "p.0", "p.0?"}

@@ -1,10 +1,11 @@
 """Pictures of scores of mutations, as PNG; matplotlib is needed.
 
-    draw_scan(proteins, scores, "scan.png")                 # heat map, residues x letters
-    draw_scan(proteins, scores, "next.png", marks)          # marks: of proteins/proposals.py
+    draw_scan(proteins, scores, "scan.png", "v_48_020")            # heat map, residues x letters
+    draw_scan(proteins, scores, "next.png", "v_48_020", marks)     # marks: of proteins/proposals.py
     draw_measured(proteins, scores, "scores.png", report, "ddg", lower_is_better=True)
 
-proteins: list of Protein (proteins/mutations.py). scores: (n,) of the variants of each.
+proteins: list of Protein (proteins/mutations.py). scores: (n,) of the variants of each. The weights
+are named in words: which ones, and by which others their scores are corrected.
 """
 import math
 from pathlib import Path
@@ -18,7 +19,7 @@ from proteins.scores import label_of, partners_of
 from training.figures import make_figure, save_figure
 
 LETTERS_BY_KIND = "GAVLIMCPFWYSTNQHKRDE"    # small and greasy, aromatic, polar, charged
-PER_LINE = 100          # residues
+PER_LINE = 60           # residues at most: a page shows a line of these at a size one can read
 TICK = 10               # residues from one number to the next
 INCHES = 0.14           # of a cell
 LEAST_WIDTH = 4.0       # inches, for the title
@@ -37,12 +38,17 @@ MARKS = {MEASURED: {"label": "measured", "marker": "x", "s": 14, "color": "black
                     "edgecolors": "#00a000", "linewidths": 1.6}}
 
 
-def draw_scan(proteins: list[Protein], scores: list[np.ndarray], path,
+def draw_scan(proteins: list[Protein], scores: list[np.ndarray], path, weights: str,
               marks: list[np.ndarray] | None = None) -> None:
     """Draw the scores of all single mutations of a protein: a line of cells for each letter.
 
-    Long chains are wrapped. marks: (n,) of each protein, what of MARKS its variants have; None: no
-    marks and no legend of them. Raises: ImportError without matplotlib."""
+    Long chains are wrapped into lines of equal length.
+
+    Args:
+        weights: names of those that gave the scores, for the title.
+        marks:   (n,) of each protein, what of MARKS its variants have; None: no marks and no legend
+                 of them.
+    Raises: ImportError without matplotlib."""
     blocks = []     # (title, labels, wild types, cells (20, n), marks (20, n))
     for number, protein in enumerate(proteins):
         if marks is None:
@@ -54,8 +60,9 @@ def draw_scan(proteins: list[Protein], scores: list[np.ndarray], path,
     limit = float(np.quantile(np.abs(np.concatenate(scores)), WITHIN)) or 1.0
     longest = max(cells.shape[1] for *_, cells, _ in blocks)
     width = max(INCHES * longest + 1.6, LEAST_WIDTH)
-    height = (INCHES * len(LETTERS_BY_KIND) + 0.75) * len(blocks) + 0.3
+    height = (INCHES * len(LETTERS_BY_KIND) + 0.75) * len(blocks) + 0.5
     figure = make_figure(figsize=(width, height))
+    figure.suptitle(f"Scores by {weights}".replace("$", r"\$"), fontsize=10, wrap=True)
     axes = figure.subplots(len(blocks), 1, squeeze=False)[:, 0]
     for axis, block in zip(axes, blocks):
         image = draw_block(axis, *block, longest, limit)
@@ -75,7 +82,7 @@ def scale_of(proteins):
 
 
 def blocks_of(protein, chain, scores, marks):
-    """[(title, labels, wild types, cells, marked)] of a chain, with up to PER_LINE residues each.
+    """[(title, labels, wild types, cells, marked)] of the lines of a chain.
 
     labels: number of each residue in the file, "" for a gap. wild types: its letter, or "".
     cells: (20, n) scores, 0 of the wild type, nan where there is none. marked: (20, n)."""
@@ -99,12 +106,18 @@ def blocks_of(protein, chain, scores, marks):
     if protein.partners:
         name += f", binding of {partners_of(protein)}"
     blocks = []
-    for first in range(scored[0], scored[-1] + 1, PER_LINE) if scored else ():
-        part = slice(first, min(first + PER_LINE, scored[-1] + 1))
+    for part in lines_of(scored[0], scored[-1] + 1) if scored else ():
         labels = [number or "" for number in numbers[part]]
         blocks.append((f"{name}: {labels[0]} to {labels[-1]}", labels, wild_types[part],
                        cells[:, part], marked[:, part]))
     return blocks
+
+
+def lines_of(first, end):
+    """Slices that cover first:end, as few as PER_LINE allows, and as equal in length as can be."""
+    n_lines = math.ceil((end - first) / PER_LINE)
+    ends = [first + round((end - first) * k / n_lines) for k in range(n_lines + 1)]
+    return [slice(start, stop) for start, stop in zip(ends, ends[1:])]
 
 
 def draw_block(axis, title, labels, wild_types, cells, marked, longest, limit):  # noqa: PLR0913

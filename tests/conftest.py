@@ -14,16 +14,29 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 
 import launchers
 from launchers import ROOT
 from mpnn.weights import in_package
 from mpnn_cases import SMALL
 
+# Of Slurm and of the two hosts there can be one: all runs of the tests see their locks here.
+COMMON = Path(tempfile.gettempdir())
 # Several ranks of a test must not share a GPU. TEST_CUDA=1 shows it, to tests that need one.
 os.environ.pop("DRY_RUN", None)     # it is for job scripts
 if os.environ.get("TEST_CUDA") != "1":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+SLOW_TIMEOUT = 900     # seconds per test that is marked slow: only to end a hang
+# Groups of tests that take longest, quick ones or slow ones: they begin first, so that none of them
+# runs alone at the end.
+FIRST = ("Slurm", "test_faults.py mpich", "two hosts", "test_oldest_versions.py",
+         "test_bench_scripts.py", "test_faults.py ours", "test_faults.py torchrun",
+         "test_train_sedd.py", "test_train_dpo.py", "test_preflight.py", "test_ddp_guard.py",
+         "test_ddp_launch.py", "test_job_scripts.py", "test_job_chains.py", "test_jobs.py",
+         "test_loop.py", "test_resumed_runs.py", "test_options_train.py", "test_ranks.py",
+         "test_score_mutations.py", "test_tutorial.py")
 
 
 def pytest_addoption(parser, pluginmanager):
@@ -35,6 +48,8 @@ def pytest_addoption(parser, pluginmanager):
 def pytest_configure(config):
     if not config.pluginmanager.hasplugin("timeout"):
         config.addinivalue_line("markers", "timeout(seconds): no effect without pytest-timeout")
+    if config.pluginmanager.hasplugin("xdist"):
+        config.option.loadscopereorder = False     # groups in our order: see FIRST
     # A shell that starts us in the background makes us ignore Ctrl-C, and a bash that we start
     # could then not trap it.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -47,22 +62,48 @@ def pytest_collection_modifyitems(config, items):
     left_out = [item for item in items if bool(item.get_closest_marker("slow")) != wanted]
     items[:] = [item for item in items if bool(item.get_closest_marker("slow")) == wanted]
     config.hook.pytest_deselected(items=left_out)
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            item.add_marker(pytest.mark.xdist_group(group_of(item, wanted)))
+    groups = {item: group_of(item) for item in items}
+    items.sort(key=lambda item: place_of(groups[item]))     # equal ones stay in their order
+    for item in items:
+        if wanted and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT))
+        if config.pluginmanager.hasplugin("xdist"):
+            item.add_marker(pytest.mark.xdist_group(groups[item]))
 
 
-def group_of(item, slow):
+def group_of(item):
     """The name of those that run in one process of pytest, one after the other, with this test."""
     launcher = ""
     if hasattr(item, "callspec"):
         launcher = str(item.callspec.params.get("launcher", ""))
-    needs_cluster = {"slurm", "two_hosts"} & set(item.fixturenames)
-    if needs_cluster or launcher.startswith(("srun", "two hosts")):
-        return "cluster"     # Slurm and the two hosts can exist once
-    if slow and "chains" in item.fixturenames:     # all launchers' in one process take too long
-        return f"{item.path.name} {launcher}"
+    if "slurm" in item.fixturenames or launcher.startswith("srun"):
+        return "Slurm"         # it can exist once
+    if "two_hosts" in item.fixturenames or launcher.startswith("two hosts"):
+        return "two hosts"     # as these
+    if item.get_closest_marker("slow") and "chains" in item.fixturenames:
+        return f"{item.path.name} {launcher}"     # all launchers' in one process take too long
     return item.path.name
+
+
+def place_of(group):
+    """Where a group stands among those that have not begun."""
+    return FIRST.index(group) if group in FIRST else len(FIRST)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def temporary_files():
+    """What programs leave in the folder for temporary files goes when the tests end. Its name is
+    short: sockets of launchers are in it."""
+    with pytest.MonkeyPatch.context() as patch:
+        with tempfile.TemporaryDirectory(prefix="t", ignore_cleanup_errors=True) as folder:
+            patch.setenv("TMPDIR", folder)
+            yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Sums in one order: bit-identical runs are compared."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
@@ -132,7 +173,7 @@ def brought_up(scripts, lock, **env):
                               env=launchers.clean_environment(env=env), stdin=subprocess.DEVNULL,
                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
-    with open(Path(tempfile.gettempdir(), f"{lock}.lock"), "w") as file:
+    with open(COMMON / f"{lock}.lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         run("down")      # what a killed run left
         try:
@@ -152,7 +193,7 @@ def slurm(shared):
                     f" which `bash {shared}/cluster/slurm_up.sh -i` installs")
     # Not pytest's folder for temporary files, which other users (munge) may not enter. A fixed
     # name, so that what a killed run left is found and stopped.
-    folder = Path(tempfile.gettempdir(), "slurm-of-tests")
+    folder = COMMON / "slurm-of-tests"
     with brought_up(shared / "cluster" / "slurm", "slurm-of-tests", SLURM_DIR=folder,
                     CTLPORT=26817, BASEPORT=27000):
         launchers.SLURM_CONF = folder / "slurm.conf"

@@ -6,6 +6,8 @@
         os.kill(running.rank_pids()[1], signal.SIGTERM)
         result = running.wait(timeout=30)
     result = fork_ranks(2, [script], cwd=tmp_path)      # no launcher, and no import of torch
+    with by_hand(tmp_path, text, range(2)) as ranks:    # the same, of a text, to signal ranks
+        assert ranks.codes() == [0, 0]
 
 What a launcher starts carries a mark in its environment, so that processes are found (and ended) by
 their own id, whatever group or session they are in; this needs /proc (Linux). Output goes to files,
@@ -43,6 +45,20 @@ KILLING = 60.0        # seconds until processes must be gone after SIGKILL
 LEFTOVER = 10.0       # seconds in which other processes may end after the launcher
 _fork_server = None   # the process that forks ranks
 HOSTS = {"hostA": "10.77.0.1", "hostB": "10.77.0.2"}
+
+# What a script of a test begins with.
+HEAD = f"""
+import os, pickle, signal, sys, threading, time
+sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
+from datetime import timedelta
+import ddp_guard
+ddp_guard.supervise()
+import torch
+import ddp_setup
+import ddp_watch
+from ddp_setup import *
+from ddp_watch import *
+"""
 
 # What a batch system or an outer launcher may have left in our own environment.
 _DROPPED_PREFIXES = (
@@ -252,17 +268,34 @@ def fork_ranks(n, argv, cwd, env=None, timeout=600):
     return Result(first_failure(codes), ranks.out(), ranks.err(), time.monotonic() - start)
 
 
+def script(folder, text):
+    """Path of a script of this text after HEAD, which is written into the folder."""
+    path = folder / "script.py"
+    path.write_text(HEAD + text)
+    return path
+
+
+def by_hand(folder, text, ranks, size=None, **env):
+    """ForkedRanks of a script(), which nobody ends when one fails, with a guard each unless `env`
+    holds DDP_GUARD=0. size: of the run, where other ranks do not start."""
+    size = size or len(ranks)
+    here = {"DDP_WORLD_SIZE": size, "DDP_LOCAL_WORLD_SIZE": size, "MASTER_PORT": free_port(), **env}
+    places = {rank: {"DDP_RANK": rank, "DDP_LOCAL_RANK": rank, **here} for rank in ranks}
+    return ForkedRanks([script(folder, text)], folder, places)
+
+
 def first_failure(codes):
     """The first exit code that is not 0, if possible of a rank that was not ended because another
     had failed; or 0."""
     failed = [code for code in codes if code != 0]
-    by_themselves = [code for code in failed if code not in (-signal.SIGTERM, -signal.SIGKILL)]
+    ended = (-signal.SIGTERM, -signal.SIGKILL, 128 + signal.SIGTERM)     # the last one by a guard
+    by_themselves = [code for code in failed if code not in ended]
     return [*by_themselves, *failed, 0][0]
 
 
 def code_files():
     """All Python files of the project but its tests."""
-    folders = (*FOLDERS, "jobs")
+    folders = (*FOLDERS, "jobs", "examples")
     return [*ROOT.glob("*.py"), *(path for name in folders for path in ROOT.glob(f"{name}/*.py"))]
 
 

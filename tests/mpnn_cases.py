@@ -1,12 +1,24 @@
-"""Structures and pairs for tests: PDB and mmCIF text, files, made pairs."""
+"""Structures and pairs for tests: PDB and mmCIF text, files, made pairs; the official numbers."""
 import json
 
 import numpy as np
 import pytest
+import torch
+import torch.nn.functional as F
 
 from dpo.pairs import Pair, read_pairs
+from mpnn.demo import PHI_PSI, build_backbone
+from mpnn.model import from_checkpoint
 from mpnn.variants import Scoring, score_proteins
-from proteins.structures import BACKBONE, Chain, Complex, Structure
+from proteins.letters import AMINO_ACIDS, LETTERS
+from proteins.structures import BACKBONE, NAMES, Chain, Complex, Structure
+
+SIZES = {"hidden_size": 16, "n_encoder": 1, "n_decoder": 1, "num_edges": 8}   # of a small network
+# Of a run of train_mpnn_ddp.py that takes a second.
+TINY = {"training.residues_per_batch": 100, "training.micro_batches": 4, "training.n_iters": 6,
+        "training.eval_freq": 3, "training.snapshot_freq": 3, "training.log_freq": 1,
+        "optim.lr": 3e-3, "optim.warmup": 2, "data.val_fraction": 0.3,
+        "memory.mixed_precision": "false"}
 
 
 class Atoms(list):
@@ -102,3 +114,78 @@ def score_variants(model, complex, variants, scoring=Scoring()):
     """(n,) scores of the variants of one complex."""
     scores, = score_proteins(model, [complex], [variants], scoring)
     return scores
+
+
+def random_complex(length=30, unresolved=(), second=0):
+    """A complex of chain A, perhaps with a context chain B, of random atoms."""
+    rng = np.random.default_rng(length)
+    chains = {}
+    for name, n in (("A", length), ("B", second)):
+        if n:
+            resolved = np.ones(n, bool)
+            resolved[list(unresolved)] = name == "B"
+            X = rng.normal(0, 4, (n, 1, 3)) + rng.normal(0, 1, (n, 4, 3))
+            X[~resolved] = 0
+            letters = rng.integers(0, 20, n).astype(np.uint8)
+            chains[name] = Chain(letters, X.astype(np.float32), resolved,
+                                 tuple(map(str, range(n))))
+    return Complex(Structure("made", chains), ["A"], [name for name in chains if name != "A"])
+
+
+def backbone(S, X, chain="A", first=1):
+    """Atoms of a chain of letters S (L,) at X (L, 4, 3), whose residues count from `first`."""
+    atoms = Atoms()
+    for number, (letter, xyz) in enumerate(zip(S, X), first):
+        atoms.add(chain, number, NAMES[letter], xyz=xyz)
+    return atoms
+
+
+def write_structure(folder, name, seed, sizes):
+    """A PDB file of chains of so many residues: ideal helices, shaken, 12 Angstrom apart."""
+    draw = np.random.default_rng(seed)
+    atoms = Atoms()
+    for k, (chain, n) in enumerate(zip("ABC", sizes)):
+        X = build_backbone(*zip(*[PHI_PSI["helix"]] * n)) + [0, 12.0 * k, 0]
+        X = X + draw.normal(0, 0.4, X.shape)
+        letters = [LETTERS.index(letter) for letter in draw.choice(list(AMINO_ACIDS), n)]
+        atoms += backbone(letters, X, chain)
+    write(folder, atoms.pdb(), name)
+
+
+def write_structures(folder):
+    """A folder of 14 structures of one or two chains."""
+    folder.mkdir(exist_ok=True)
+    for k in range(14):
+        write_structure(folder, f"s{k}.pdb", k, [24 + k] if k % 2 else [24 + k, 30 - k])
+    return folder
+
+
+# ---- the official code's numbers ----
+
+def official_numbers(shared, product=F.linear):
+    """What the official code computes, with its models as ours, which multiply by `product`."""
+    numbers = torch.load(shared / "fixtures" / "proteinmpnn.pt", weights_only=True)
+    numbers["models"] = {name.removeprefix("checkpoint_"):
+                         from_checkpoint(value, product=product).eval()
+                         for name, value in numbers.items() if name.startswith("checkpoint_")}
+    return numbers
+
+
+def near(found, expected, **tolerance):
+    torch.testing.assert_close(found, expected, check_dtype=False,
+                               **{"rtol": 0, "atol": 0, **tolerance})
+
+
+def each_case(numbers, what):
+    """[(case, inputs, reference model, policy model)] of the cases that have `what`. numbers: of
+    official_numbers."""
+    models = numbers["models"]
+    cases = [case for case in numbers["cases"].values() if what in case]
+    assert cases
+    return [(case, case["inputs"], models[case["model"]], models[case["model"] + "_policy"])
+            for case in cases]
+
+
+def graph_of(model, inputs):
+    names = ("X", "mask", "residue_idx", "chain_encoding_all")
+    return model.graph(*(inputs[name] for name in names))

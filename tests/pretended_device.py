@@ -2,7 +2,8 @@
 
 So the paths for GPUs run from beginning to end where there is no GPU, on several ranks too (gloo
 carries its tensors). It has no kernels, no streams and no speed. torch keeps the device once it is
-known: import this in a process of its own.
+known: import this in a process of its own. It needs what torch keeps private (names with `_`, of
+torch 2.13), and may break with another torch though nothing of ours is wrong.
 """
 
 import dataclasses

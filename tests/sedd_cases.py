@@ -1,11 +1,13 @@
 """What the tests of SEDD's network and of its mathematics share."""
 import itertools
 
+import numpy as np
 import pytest
 import torch
 
-from proteins.letters import N_TOKENS
+from proteins.letters import N_TOKENS, X_ID, decode
 from sample_sedd import sample_sequences
+from sedd.demo import DemoSource
 from sedd.diffusion import make_graph, make_noise
 from sedd.model import EMA, SEDD
 from sedd.variants import score_proteins
@@ -19,6 +21,25 @@ SIZES = {"hidden_size": 32, "n_blocks": 2, "n_heads": 2, "cond_dim": 16, "parame
          "dropout": 0.1, "init_logits": 3.0}
 NOISE = {"type": "loglinear", "eps": 1e-3, "sigma_min": 1e-4, "sigma_max": 20.0}
 LENGTHS = {7: 3, 20: 5, 31: 2}   # of the training proteins
+# Of a run that takes a second.
+TINY = {"training.batch_size": 4, "training.accum": 2, "training.n_iters": 12,
+        "training.eval_freq": 6, "training.log_freq": 1, "training.snapshot_freq": 6,
+        "optim.lr": 3e-3, "optim.warmup": 4, "optim.ema": 0.9, "model.hidden_size": 32,
+        "model.n_blocks": 2, "model.n_heads": 2, "model.cond_dim": 16, "model.dropout": 0.1,
+        "data.max_length": 50, "data.val_fraction": 0.1, "memory.mixed_precision": "false",
+        "monitoring.n_samples": 2, "monitoring.sample_steps": 2}
+
+
+def write_proteins(path):
+    """A FASTA file of 240 proteins of 5 to 70 residues, some of them X."""
+    source = DemoSource(seed=0).sample(240, seed=1)
+    draw = np.random.default_rng(0)
+    with open(path, "w") as file:
+        for number, tokens in enumerate(source):
+            tokens = tokens[:draw.integers(5, 71)].copy()
+            tokens[draw.random(len(tokens)) < 0.03] = X_ID
+            file.write(f">p{number}\n{decode(tokens)}\n")
+    return path
 
 
 def entries(fixture, *names):

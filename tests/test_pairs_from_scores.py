@@ -9,6 +9,7 @@ from launchers import Printed
 from mpnn_cases import Atoms
 from pairs_from_scores import main, make_pairs
 from proteins.letters import AMINO_ACIDS, decode
+from tool_runs import assert_refused
 
 TABLE = "pdb,sequence,score,chain\n"
 
@@ -112,35 +113,34 @@ def test_designs_without_a_score_are_left_out(tmp_path):
     assert (pair["preferred_seq"], pair["unpreferred_seq"]) == ("DDD", "AAA")
 
 
-@pytest.mark.parametrize("text, options, expected", [
-    ("pdb,sequence,score,score,chain\nx.pdb,AAA,1,2,A\n", [], "the column score more than once"),
-    (TABLE.replace(",", ";"), [], "line 1 is separated by semicolons"),
-    (TABLE + "x.pdb,AAA,1,\n", [], "line 2: found no chain"),
-    ("pdb,sequence,score,chain,context\nx.pdb,AAA,1,A,B A\n", [], "found the chains A B A"),
-    (TABLE + "x.pdb,AAA,1,A\nx.pdb,AA,2,A\n", [], "line 3: found 2 residues; expected 3"),
-    (TABLE + "x.pdb,AAA,1,A\nx.pdb,A1A,2,A\nno.pdb,AAA,>5,A\n", [],
-     "2 lines cannot be used:\n  line 3: found 1 in the sequence"),
-    (TABLE + "x.pdb,AAA,1,A\nx.pdb,CCC,1e308,A\n", [], "line 3: found '1e308' as score"),
-    (TABLE + "x.pdb,AAA,1,A\nx.pdb,CCC,1_000,A\n", [], "line 3: found '1_000' as score"),
-    (TABLE + "x.pdb,AA-,1,A\nx.pdb,AAX,2,A\n", [], "no two sequences of a structure differ"),
-    (TABLE + "no.pdb,AAA,1,A\n", [], "line 2: there is no file no.pdb"),
-    (TABLE + "n" * 5000 + ",AAA,1,A\n", [], "line 2: there is no file nnn"),
-    (TABLE + "x.pdb,AAA,1,A\nx.pdb,CCC,2,A\n", ["--margin", "5"], "Lower --margin"),
-    (TABLE + "x.pdb,AAA,1,A\nx.pdb,CCC,2\n", [], "line 3: found no chain"),
-    (TABLE + "x.pdb,AAA,1,A\nx.pdb,CCC,2,A,B\n", [], "line 3: found 'B' beyond the last of 4"),
-    (TABLE + "x.pdb,AAA,1,A\nx.pdb,CCC,1_0,A\n", [], "line 3: found '1_0' as score"),
-    ("pdb,sequence,score,chain,note,note\nx.pdb,AAA,1,A,,\n", [], "the column note more than"),
-    (TABLE + "x.pdb,AAA,1,A C\n", [], "line 2: found 1 sequence(s), separated by /, for the "),
-    (TABLE + "x.pdb,AAA/CC,1,A\n", [], "line 2: found 2 sequence(s), separated by /, for the "),
-    (TABLE + "x.pdb,AAA/,1,A C\n", [], "line 2: found nothing in the sequence"),
-    (TABLE, ["--score", "energy"], "has no column energy; found pdb"),
-    (TABLE + "x.pdb,AAA,,A\n", [], "holds no design with a score"),
-    (TABLE, ["--score", "mpnn_score"], "found --score mpnn_score without --lower_is_better")])
-def test_a_wrong_table_is_refused_whole(tmp_path, capsys, text, options, expected):
-    assert run(tmp_path, text, *options) == 2
-    err = Printed(capsys.readouterr().err)
-    assert expected in err and err.count("error: ") == 1
-    assert not (tmp_path / "p.json").exists()
+@pytest.mark.parametrize("text, options, named", [
+    ("pdb,sequence,score,score,chain\nx.pdb,AAA,1,2,A\n", "", "score"),
+    (TABLE.replace(",", ";"), "", "1"),
+    (TABLE + "x.pdb,AAA,1,\n", "", "2 chain"),
+    ("pdb,sequence,score,chain,context\nx.pdb,AAA,1,A,B A\n", "", "2 A B"),
+    (TABLE + "x.pdb,AAA,1,A\nx.pdb,AA,2,A\n", "", "3 2"),
+    (TABLE + "x.pdb,AAA,1,A\nx.pdb,A1A,2,A\nno.pdb,AAA,>5,A\n", "", "3 1 4 '>5'"),   # at once
+    (TABLE + "x.pdb,AAA,1,A\nx.pdb,CCC,1e308,A\n", "", "3 '1e308' score"),
+    (TABLE + "x.pdb,AAA,1,A\nx.pdb,CCC,1_000,A\n", "", "3 '1_000' score"),
+    (TABLE + "x.pdb,AA-,1,A\nx.pdb,AAX,2,A\n", "", ""),     # equal designs
+    (TABLE + "no.pdb,AAA,1,A\n", "", "2 no.pdb"),
+    (TABLE + "n" * 5000 + ",AAA,1,A\n", "", "2"),
+    (TABLE + "x.pdb,AAA,1,A\nx.pdb,CCC,2,A\n", "--margin 5", "5 --margin"),
+    (TABLE + "x.pdb,AAA,1,A\nx.pdb,CCC,2\n", "", "3 chain"),
+    (TABLE + "x.pdb,AAA,1,A\nx.pdb,CCC,2,A,B\n", "", "3 'B'"),
+    ("pdb,sequence,score,chain,note,note\nx.pdb,AAA,1,A,,\n", "", "note"),
+    (TABLE + "x.pdb,AAA,1,A C\n", "", "2 A C"),
+    (TABLE + "x.pdb,AAA/CC,1,A\n", "", "2 A"),
+    (TABLE + "x.pdb,AAA/,1,A C\n", "", "2"),
+    (TABLE, "--score energy", "energy"),
+    (TABLE + "x.pdb,AAA,,A\n", "", ""),
+    (TABLE, "--score mpnn_score", "mpnn_score --lower_is_better"),
+    ("pdb_file,mutation,ddg\nx.pdb,M1A,1\n", "--score ddg", "loss.unit=table")])
+def test_a_wrong_table_is_refused_whole(tmp_path, text, options, named):
+    (tmp_path / "x.pdb").write_text("")
+    (tmp_path / "t.csv").write_text(text)
+    assert_refused(main, f"t.csv p.json {options}", f"{'' if 'score m' in options else 't.csv'} "
+                   f"{named}", tmp_path)
 
 
 # ---- several designed chains ----
@@ -159,14 +159,6 @@ def test_designs_of_several_chains_are_joined_in_the_order_of_the_names(tmp_path
 def test_duplicates_of_designs_are_told(tmp_path, capsys):
     assert run(tmp_path, TABLE + "x.pdb,AAA,1,A\nx.pdb,CCC,2,A\nx.pdb,AAA,1.25,A\n") == 0
     assert "3 rows are 2 designs" in capsys.readouterr().out
-
-
-def test_a_table_of_mutations_is_refused_with_what_reads_it(tmp_path, capsys):
-    (tmp_path / "m.csv").write_text("pdb_file,mutation,ddg\nx.pdb,M1A,1\n")
-    assert main([str(tmp_path / "m.csv"), str(tmp_path / "p.json"), "--score", "ddg"]) == 2
-    said = Printed(capsys.readouterr().err)
-    assert said.count("error: ") == 1
-    assert "loss.unit=table" in said
 
 
 def test_of_the_score_of_proteinmpnn_the_lower_is_preferred(tmp_path):

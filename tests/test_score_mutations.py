@@ -26,8 +26,8 @@ from proteins.structures import NAMES, Complex, read_structure
 from sedd.variants import variant_scores
 from sedd.weights import load_sedd
 from sedd_cases import write_checkpoint
+from tool_runs import assert_refused
 from training.resume import hash_of
-from training_runs import one_thread  # noqa: F401 (a fixture for all)
 
 NATIVE = "MKTAYIAKQRQ"           # numbered from 10
 
@@ -82,6 +82,17 @@ def score(folder, command):
         (folder / "m.csv").write_text(text)
         return command(weights, *options, "--mutations", "m.csv", **expected)
     return run
+
+
+@pytest.fixture
+def refuses(folder):
+    """Function (text of the file of mutations, words after the weights, words that the refusal
+    names)."""
+    def check(text, words, named, weights="w.pt"):
+        (folder / "m.csv").write_text(text)
+        return assert_refused(score_mutations.main, f"{weights} {words}", named, folder)
+
+    return check
 
 
 def complex_of(name, chain="A", context=()):
@@ -229,17 +240,13 @@ def test_a_correction_that_training_did_not_make_is_said(model, score):
     assert said.count("ATTENTION: run/tuned.pt was trained") == 1
 
 
-@pytest.mark.parametrize("record, said", [
-    ({"base_file": "../none.pt"}, "no file"),
-    ({"base_file": "../w.pt"}, "which holds other weights (hash"),
-    ({"base_file": "../sedd.pt"}, "sedd.pt"),
-    ({"base": "random", "base_file": ""}, "found nothing"),
-    ({"base": 3}, "has 3 as base"),
-    ({"reference": "folded"}, "has 'folded' as reference"),
-    ({"unit": None}, "has None as unit")])
-def test_without_the_base_of_its_training_nothing_is_scored(record, said, model, score):
-    _, err = score("K11W\n", "one.pdb", weights=write_tuned(model, **record), code=2)
-    assert said in err and err.count("error: ") == 1
+@pytest.mark.parametrize("record, named", [
+    ({"base_file": "../none.pt"}, "none.pt"), ({"base_file": "../w.pt"}, "w.pt"),
+    ({"base_file": "../sedd.pt"}, "sedd.pt"), ({"base": "random", "base_file": ""}, "random"),
+    ({"base": 3}, "base 3"), ({"reference": "folded"}, "reference 'folded'"),
+    ({"unit": None}, "unit None")])
+def test_without_the_base_of_its_training_nothing_is_scored(record, named, model, refuses):
+    refuses("K11W\n", "one.pdb --mutations m.csv", named, weights=write_tuned(model, **record))
 
 
 @pytest.mark.parametrize("other", [
@@ -383,9 +390,9 @@ def test_the_best_binders_keep_their_score_in_the_complex(command):
 
 
 def test_combinations_of_both_partners_are_scored_as_in_a_table(command):
-    rows, _ = command("w.pt", "two.pdb", "--scan", "--partners", "A_B", "--top", "8", "--combine",
-                      "2", "--out", "c.csv")
-    again, _ = command("w.pt", "--mutations", "c.csv")
+    command("w.pt", "two.pdb", "--scan", "--partners", "A_B", "--top", "8", "--combine", "2",
+            "--orders", "1", "--out", "c.csv")
+    again, _ = command("w.pt", "--mutations", "c.csv", "--orders", "1")
     of_both = ["A:" in row["mutation"] and "B:" in row["mutation"] for row in again]
     assert any(of_both) and [not row["chain"] for row in again] == of_both
     assert all(row["score"] == row["table_score"] for row in again)
@@ -427,14 +434,14 @@ def test_a_scan_of_the_interface_has_residues_near_the_other_side_alone(command,
 
 
 def test_copies_are_combined_and_compared_with_a_table_of_copies(command, folder):
-    options = ["w.pt", "two.pdb", "--scan", "--copies"]
+    options = ["w.pt", "two.pdb", "--scan", "--copies", "--orders", "1"]
     first, *_ = order_of(command(*options)[0])
     (folder / "t.csv").write_text(f"{first}\n")
     rows, _ = command(*options, "--top", "3", "--unmeasured", "t.csv")
     assert len(rows) == 3 and first not in [row["mutation"] for row in rows]
     combined, _ = command(*options, "--top", "4", "--combine", "2", "--out", "c.csv")
     for option in ([], ["--copies"]):
-        again, _ = command("w.pt", "--mutations", "c.csv", *option)
+        again, _ = command("w.pt", "--mutations", "c.csv", "--orders", "1", *option)
         assert [row["score"] for row in again] == [row["table_score"] for row in again]
     again, _ = command(*options, "--top", "3", "--unmeasured", "c.csv", "--combine", "2")
     assert not {row["mutation"] for row in again} & {row["mutation"] for row in combined}
@@ -445,36 +452,25 @@ def test_copies_are_combined_and_compared_with_a_table_of_copies(command, folder
                                      ["--fixed_chains"]])
 def test_a_result_of_copies_means_the_same_with_and_without_the_option(options, command, folder):
     rows, _ = command("w.pt", "two.pdb", "--scan", "--mutable_positions", "A10-A14", "--copies",
-                      *options, "--out", "c.csv")
+                      *options, "--orders", "1", "--out", "c.csv")
     for option in ([], ["--copies"]):
-        again, _ = command("w.pt", "--mutations", "c.csv", *option)
+        again, _ = command("w.pt", "--mutations", "c.csv", "--orders", "1", *option)
         assert [row["score"] for row in again] == [row["table_score"] for row in again]
         assert all(row["chain"] == "" and row["mutation"].count("A:") == row["mutation"].count("B:")
                    for row in again)
 
 
-def test_copies_whose_names_the_text_cannot_hold_are_refused(command, folder):
+def test_copies_whose_names_the_text_cannot_hold_are_refused(refuses, folder):
     text = (folder / "two.pdb").read_text()
     lines = [f"{line[:20]}{'AA' if line[21] == 'A' else 'BB'}{line[22:]}\n"
              for line in text.splitlines() if line.startswith("ATOM")]
     (folder / "long.pdb").write_text("".join(lines))
-    _, said = command("w.pt", "long.pdb", "--scan", "--copies", code=2)
-    assert "found --copies, and chain AA in long.pdb; expected names of one letter or digit" in said
-
-
-@pytest.mark.parametrize("options, said", [
-    (["--fixed_chains"], "found --fixed_chains, and m.csv with a column partners"),
-    (["--partners", "B_A"], "found --partners B_A, and m.csv, whose column partners names them")])
-def test_options_that_a_column_of_partners_makes_idle_are_refused(options, said, score):
-    table = "pdb_file,partners,mutation\ntwo.pdb,A_B,KA11W\n"
-    assert said in score(table, *options, code=2)[1]
+    refuses("", "long.pdb --scan --copies", "--copies AA long.pdb")
 
 
 def test_rows_without_partners_take_those_of_the_option(score):
     table = "pdb_file,partners,mutation\ntwo.pdb,A_B,KA11W\ntwo.pdb,,KB11W\n"
     assert len(score(table, "--partners", "A_B")[0]) == 2
-    _, said = score(table, code=2)
-    assert "--partners HL_A names those of lines without" in said
 
 
 def test_copies_may_be_named_with_a_comma(score):
@@ -596,10 +592,9 @@ def test_the_last_weights_score_in_place_of_their_averages(score):
     assert scores_of(rows) == pytest.approx(last, abs=1e-5)
 
 
-def test_a_model_needs_a_mask(score, folder):
+def test_a_model_needs_a_mask(refuses, folder):
     write_checkpoint(folder / "uniform.pt", "uniform")
-    _, said = score(TABLE, weights="uniform.pt", code=2)
-    assert "behind a mask, which the uniform graph" in said
+    refuses(TABLE, "--mutations m.csv", "uniform", weights="uniform.pt")
 
 
 # ---- both ----
@@ -638,109 +633,92 @@ score_mutations.main()
     assert "has proteins (hash)" in done.text
 
 
-@pytest.mark.parametrize("text, options, said", [
-    ("K11W\n", "", "found 0 protein(s) on the command line, and m.csv without a column pdb_file"),
-    ("K11W\n", "one.pdb two.pdb", "found 2 protein(s) on the command line"),
-    ("K11W\n", "two.pdb", "has the protein chains A B; expected one"),
-    ("K11W\n", "two.pdb", "a column chain (or --chains), which says"),
-    ("pdb_file,chain,mutation\ntwo.pdb,,K11W\n", "",
-     "expected one of them in the column chain, which is empty"),
-    ("K11W\n", "two.pdb --chains A B", "found --chains A B with --mutations"),
-    ("K11W\n", "two.pdb --chains Z", "found chain Z"),
-    ("K11W\n", "wild.fasta", "found wild.fasta; expected a structure for weights of ProteinMPNN"),
-    ("K11W\n", "one.pdb --scan", "not allowed with argument"),
-    ("K11W\n", "one.pdb --mutable_positions A11", "found --mutable_positions with --mutations"),
-    ("K11W\n", "one.pdb --lower_is_better", "found --lower_is_better without --measured"),
-    ("K11W\n", "one.pdb --measured ddg", "is a list; expected a table"),
-    ("K11W\n", "one.pdb --correct_unfolded --correction_weights w.pt", "expected one of them"),
-    ("K11W\n", "one.pdb --no_correction --correction_weights w.pt", "expected one of them"),
-    ("K11W\n", "one.pdb --no_correction --correct_unfolded", "expected one of them"),
-    ("K11W\n", "one.pdb --also w.pt --correction_weights w.pt", "found 2 weights and 1"),
-    ("K11W\n", "one.pdb --also sedd.pt", "sedd.pt"),
-    ("K11W\n", "one.pdb --also none.pt", "There is no file none.pt"),
-    ("K11W\n", "one.pdb --also other.pt --out other.pt", "the result would overwrite other.pt"),
-    ("K11W\n", "one.pdb --out m.csv", "the result would overwrite m.csv"),
-    ("K11W\n", "one.pdb --out w.pt", "the result would overwrite w.pt"),
-    ("K11W\n", "one.pdb --out one.pdb", "the result would overwrite one.pdb"),
-    ("K11W\n", "one.pdb --picture p.png", "found --picture with --mutations; expected --measured"),
-    ("K11W\n", "one.pdb --picture p.jpg", "expected a name that ends in .png"),
-    ("K11W\n", "one.pdb --orders 0", "found --orders 0; expected at least 1"),
-    ("pdb_file,mutation\none.pdb,K11W\n", "one.pdb",
-     "found 1 protein(s) on the command line, and m.csv with a column pdb_file"),
+BOUND = "pdb_file,partners,mutation\ntwo.pdb,A_B,KA11W\n"
+K11W = "K11W\n"
+
+
+@pytest.mark.parametrize("text, words, named", [
+    (K11W, "", "0 m.csv pdb_file"), (K11W, "one.pdb two.pdb", "2 m.csv"),
+    (K11W, "two.pdb", "A B chain --chains"),
+    ("pdb_file,chain,mutation\ntwo.pdb,,K11W\n", "", "two.pdb A B chain"),
+    (K11W, "two.pdb --chains A B", "--chains A B --mutations"),
+    (K11W, "two.pdb --chains Z", "chain Z"), (K11W, "wild.fasta", "wild.fasta"),
+    (K11W, "one.pdb --scan", "--scan --mutations"),
+    (K11W, "one.pdb --mutable_positions A11", "--mutable_positions --mutations"),
+    (K11W, "one.pdb --lower_is_better", "--lower_is_better --measured"),
+    (K11W, "one.pdb --measured ddg", "m.csv ddg"),
+    (K11W, "one.pdb --correct_unfolded --correction_weights w.pt",
+     "--correct_unfolded --correction_weights"),
+    (K11W, "one.pdb --no_correction --correction_weights w.pt",
+     "--no_correction --correction_weights"),
+    (K11W, "one.pdb --no_correction --correct_unfolded", "--no_correction --correct_unfolded"),
+    (K11W, "one.pdb --also w.pt --correction_weights w.pt", "2 1 --correction_weights"),
+    (K11W, "one.pdb --also sedd.pt", "sedd.pt"), (K11W, "one.pdb --also none.pt", "none.pt"),
+    (K11W, "one.pdb --also other.pt --out other.pt", "other.pt"),
+    (K11W, "one.pdb --out m.csv", "m.csv"), (K11W, "one.pdb --out w.pt", "w.pt"),
+    (K11W, "one.pdb --out one.pdb", "one.pdb"),
+    (K11W, "one.pdb --picture p.png", "--picture --mutations --measured"),
+    (K11W, "one.pdb --picture p.jpg", "--picture p.jpg"),
+    (K11W, "one.pdb --orders 0", "--orders 0"), (K11W, f"one.pdb --seed {2**63}", f"{2**63}"),
+    ("pdb_file,mutation\none.pdb,K11W\n", "one.pdb", "1 m.csv pdb_file"),
     ("pdb_file,chain,mutation\none.pdb,A,K11W\ntwo.pdb,A,W999A\n", "--out two.pdb",
-     "the result would overwrite two.pdb"),      # though no variant of it fits
-    ("M9A\nK10A\nT11A\nA12G\n", "one.pdb", "With every number 1 larger, all do"),
-    ("K11W\n", "one.pdb --bfloat16", "found --bfloat16 with weights of ProteinMPNN"),
-    ("KA11W\n", "two.pdb --partners A_B --interface 8", "found --interface without --scan"),
-    ("A:K11W\nB:K11W\n", "two.pdb --chains A",
-     "found --chains A, and 1 of 2 variants in other chains, such as line 2 of m.csv: B:K11W"),
-    ("KA11W\n", "two.pdb --partners A_B --fixed_chains", "found --fixed_chains with --partners"),
-    ("KA11W\n", "two.pdb --partners A_A", "A"),
-    ("KA11W\n", "two.pdb --partners AB", "AB"),
-    ("KA11W\n", "two.pdb --partners A_Z", "Z"),
-    ("pdb_file,partners,mutation\ntwo.pdb,A_B,KA11W\ntwo.pdb,,KA11W\n", "",
-     "whose scores do not compare"),
-    ("mutation,ddg\nK11W,1\nK11G,\nK11A,2\n", "one.pdb --measured ddg --out o.csv",
-     "found 2 variants with a value in the column ddg"),
-    (TABLE, "", "m.csv has sequences; expected structures for weights of ProteinMPNN")])
-def test_what_does_not_fit_is_refused_and_nothing_is_written(text, options, said, score, folder):
-    (folder / "m.csv").write_text(text)
-    before = {path: path.read_bytes() for path in folder.iterdir()}
-    _, err = score(text, *options.split(), code=2)
-    assert said in err and err.count("error: ") == 1
-    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+     "two.pdb"),      # though no variant of it fits
+    ("M9A\nK10A\nT11A\nA12G\n", "one.pdb", "M9A 1"),      # by which numbers are shifted
+    (K11W, "one.pdb --bfloat16", "--bfloat16"), (TABLE, "", "m.csv pdb_file"),
+    ("KA11W\n", "two.pdb --partners A_B --interface 8", "--interface --scan"),
+    ("A:K11W\nB:K11W\n", "two.pdb --chains A", "--chains A 1 2 m.csv B:K11W"),
+    ("KA11W\n", "two.pdb --partners A_B --fixed_chains", "--fixed_chains --partners"),
+    ("KA11W\n", "two.pdb --partners A_A", "A_A"), ("KA11W\n", "two.pdb --partners AB", "'AB'"),
+    ("KA11W\n", "two.pdb --partners A_Z", "A_Z"),
+    (BOUND, "--fixed_chains", "--fixed_chains m.csv partners"),
+    (BOUND, "--partners B_A", "--partners B_A m.csv"),
+    (f"{BOUND}two.pdb,,KA11W\n", "", "two.pdb --partners"),
+    ("mutation,ddg\nK11W,1\nK11G,\nK11A,2\n", "one.pdb --measured ddg --out o.csv", "2 ddg")])
+def test_what_does_not_fit_is_refused(text, words, named, refuses):
+    refuses(text, f"{words} --mutations m.csv", named)
 
 
-@pytest.mark.parametrize("text, options, said", [
-    (TABLE, "--correct_unfolded", "found --correct_unfolded with weights of SEDD"),
-    (TABLE, "--also w.pt", "found --also with weights of SEDD"),
-    (TABLE, "--no_correction", "found --no_correction with weights of SEDD"),
-    (TABLE, "--orders 2", "found --orders with weights of SEDD"),
-    ("KA11W\n", "two.pdb --partners A_B", "found --partners with weights of SEDD"),
-    ("KA11W\n", "two.pdb --copies", "found --copies with weights of SEDD"),
-    ("pdb_file,partners,mutation\ntwo.pdb,A_B,KA11W\n", "",
-     "found two.pdb with partners, whose binding is scored, and weights of SEDD"),
-    ("A:K11W:B:A13G\n", "two.pdb", "in the chains A B together, and weights of SEDD"),
-    (TABLE, "--chains A", "found --chains with sequences"),
-    (TABLE, "--measured ddG", "m.csv has no column ddG"),
-    (TABLE.replace("-0.5", ""), "--measured note", "found 'a' as note; expected a number"),
-    (TABLE + "M" * 41 + ",M1A,1,g\n", "",
-     "has 41 residues, but the model was trained on at most 40"),
-    ("sequence,mutation\nMKT,A1W\n", "", "no variant fits its protein"),
-    ("M0A\nK1A\nT2A\nA3G\n", "wild.fasta", "w one: 3 of 3 residues do not have"),
-    ("sequence,mutation,ddg\n" + "MKT,M1W,1\n" * 3, "--measured ddg",
-     "found 1 as ddg of all 3 variants; expected different values"),
-    (TABLE, "wild.fasta", "found 1 protein(s) on the command line, and m.csv with"),
-    ("M1A\nM1\nM1A,M1C\n", "wild.fasta", "2 lines cannot be used"),
-    (">a\nMKTA\n", "wild.fasta", "m.csv is a FASTA file")])
-def test_what_sedd_cannot_score_is_refused(text, options, said, score, folder):
-    _, err = score(text, *options.split(), weights="sedd.pt", code=2)
-    assert said in err and err.count("error: ") == 1
+@pytest.mark.parametrize("text, words, named", [
+    (TABLE, "--correct_unfolded", "--correct_unfolded"), (TABLE, "--also w.pt", "--also"),
+    (TABLE, "--no_correction", "--no_correction"), (TABLE, "--orders 2", "--orders"),
+    ("KA11W\n", "two.pdb --partners A_B", "--partners"),
+    ("KA11W\n", "two.pdb --copies", "--copies"), (BOUND, "", "two.pdb partners"),
+    ("A:K11W:B:A13G\n", "two.pdb", "two.pdb A B"), (TABLE, "--chains A", "--chains"),
+    (TABLE, "--measured ddG", "m.csv ddG"),
+    (TABLE.replace("-0.5", ""), "--measured note", "m.csv 'a' note"),
+    (TABLE + "M" * 41 + ",M1A,1,g\n", "", "41 40"),
+    ("sequence,mutation\nMKT,A1W\n", "", "m.csv A1W"),
+    ("M0A\nK1A\nT2A\nA3G\n", "wild.fasta", "one 3"),
+    ("sequence,mutation,ddg\n" + "MKT,M1W,1\n" * 3, "--measured ddg", "1 ddg 3"),
+    (TABLE, "wild.fasta", "1 m.csv"), ("M1A\nM1\nM1A,M1C\n", "wild.fasta", "m.csv 2 'M1' 3"),
+    (">a\nMKTA\n", "wild.fasta", "m.csv")])
+def test_what_sedd_cannot_score_is_refused(text, words, named, refuses):
+    refuses(text, f"{words} --mutations m.csv", named, weights="sedd.pt")
 
 
-def test_a_run_folder_of_proteinmpnn_is_refused_with_the_file_to_give(command, folder):
+def test_a_run_folder_of_proteinmpnn_is_refused_with_the_file_to_give(refuses, folder):
     (folder / "run").mkdir()
     (folder / "w.pt").rename(folder / "run" / "latest_model.pt")
-    _, err = command("run", "one.pdb", "--scan", code=2)
-    assert "expected a file of it, such as run/latest_model.pt" in err
+    refuses("", "one.pdb --scan", "run/latest_model.pt", weights="run")
 
 
-@pytest.mark.parametrize("arguments, said", [
-    ("w.pt one.pdb", "one of the arguments --mutations --scan is required"),
-    ("w.pt --scan", "found --scan without a protein"),
-    ("w.pt one.pdb --scan --measured ddg", "found --measured with --scan"),
-    ("none.pt one.pdb --scan", "there is no file none.pt"),
-    ("w.pt two.pdb --scan --partners=", "found --partners without chains; expected those of the"),
-    ("w.pt two.pdb --scan --copies A,", "found an empty name in --copies; expected names such as"),
-    ("w.pt two.pdb --scan --interface 8", "found --interface without --scan and --partners"),
-    ("w.pt two.pdb --scan --partners A_B --interface 0", "expected a distance above 0 Angstrom"),
-    ("one.pdb one.pdb --scan", "one.pdb cannot be read"),
-    ("w.pt one.pdb --scan --out p.png --picture ./p.png", "the picture would overwrite the table"),
-    ("sedd.pt one.pdb wild.fasta --scan", "structures and sequences"),
-    ("w.pt one.pdb two.pdb --scan --picture p.png", "found --picture with 2 proteins")])
-def test_a_wrong_command_is_refused(arguments, said, command):
-    _, err = command(*arguments.split(), code=2)
-    assert said in err and err.count("error: ") == 1
+@pytest.mark.parametrize("words, named", [
+    ("one.pdb", "--mutations --scan"), ("--scan", "--scan"),
+    ("one.pdb --scan --measured ddg", "--measured --scan"),
+    ("two.pdb --scan --partners=", "--partners"), ("two.pdb --scan --copies A,", "--copies"),
+    ("two.pdb --scan --interface 8", "--interface --partners"),
+    ("two.pdb --scan --partners A_B --interface 0", "--interface 0"),
+    ("one.pdb --scan --out p.png --picture ./p.png", "p.png --out --picture"),
+    ("one.pdb two.pdb --scan --picture p.png", "--picture 2")])
+def test_a_wrong_command_is_refused(words, named, refuses):
+    refuses("", words, named)
+
+
+@pytest.mark.parametrize("weights, words, named", [
+    ("none.pt", "one.pdb --scan", "none.pt"), ("one.pdb", "one.pdb --scan", "one.pdb"),
+    ("sedd.pt", "one.pdb wild.fasta --scan", "one.pdb wild.fasta")])
+def test_weights_and_proteins_that_do_not_fit_are_refused(weights, words, named, refuses):
+    refuses("", words, named, weights=weights)
 
 
 # ---- what to measure next ----
@@ -815,7 +793,8 @@ def test_the_best_combinations_are_proposed_by_their_scores_as_wholes(
 
 def test_combinations_of_a_scan_that_is_measured_as_a_whole_are_proposed(command, folder):
     command("w.pt", "one.pdb", "--scan", "--out", "t.csv")
-    options = ["w.pt", "one.pdb", "--scan", "--top", "4", "--combine", "3", "--unmeasured"]
+    options = ["w.pt", "one.pdb", "--scan", "--top", "4", "--combine", "3", "--orders", "1",
+               "--unmeasured"]
     rows, _ = command(*options, "t.csv")
     assert min(row["mutation"].count(":") for row in rows) >= 1
     with open("t.csv", "a") as file:
@@ -824,38 +803,28 @@ def test_combinations_of_a_scan_that_is_measured_as_a_whole_are_proposed(command
     assert len(again) == len(rows) and rows[0] not in again
 
 
-@pytest.mark.parametrize("table, options, said", [
-    ("K11W\n", "one.pdb --scan --unmeasured t.csv", "found --unmeasured without --top"),
-    ("K11W\n", "one.pdb --scan --combine 2", "found --combine without --top"),
-    ("K11W\n", "one.pdb --scan --top 4 --combine 1", "found --combine 1; expected 2 to 5"),
-    ("K11W\n", "one.pdb --scan --top 4 --combine 6", "found --combine 6; expected 2 to 5"),
-    ("K11W\n", "one.pdb --scan --top 4 --combine 2 --per_position 2",
-     "found --per_position with --combine"),
-    ("K11W\n", "one.pdb --mutations t.csv --combine 2", "found --combine without --top"),
-    ("K11W\n", "one.pdb --scan --per_position 2", "found --per_position without --top"),
-    ("K11W\n", "one.pdb --mutations t.csv --top 2", "found --top with --mutations"),
-    ("K11W\n", "one.pdb --scan --top 0", "found --top 0; expected at least 1"),
-    ("K11W\n", "one.pdb --scan --top 2 --per_position 0", "found --per_position 0"),
-    ("K11W\n", "one.pdb --scan --top 2 --unmeasured none.csv", "there is no file none.csv"),
-    ("K11W\n", "one.pdb --scan --top 2 --unmeasured t.csv --out t.csv",
-     "the result would overwrite t.csv"),
-    ("K11W\n", "one.pdb two.pdb --scan --top 2 --unmeasured t.csv",
-     "found 2 protein(s) on the command line"),
-    ("K11W\n", "two.pdb --scan --top 2 --unmeasured t.csv --chains A B",
-     "has the protein chains A B; expected one"),
-    ("pdb_file,chain,mutation\ntwo.pdb,B,K11W\n",
-     "one.pdb --scan --top 2 --unmeasured t.csv", "none of a chain that is scanned"),
-    ("M9A\nK10A\nT11A\nA12G\n", "one.pdb --scan --top 2 --unmeasured t.csv",
-     "With every number 1 larger, all do"),
+@pytest.mark.parametrize("table, words, named", [
+    (K11W, "one.pdb --scan --unmeasured m.csv", "--unmeasured --top"),
+    (K11W, "one.pdb --scan --combine 2", "--combine --top"),
+    (K11W, "one.pdb --scan --top 4 --combine 1", "--combine 1"),
+    (K11W, "one.pdb --scan --top 4 --combine 6", "--combine 6"),
+    (K11W, "one.pdb --scan --top 4 --combine 2 --per_position 2", "--per_position --combine"),
+    (K11W, "one.pdb --mutations m.csv --combine 2", "--combine --top"),
+    (K11W, "one.pdb --scan --per_position 2", "--per_position --top"),
+    (K11W, "one.pdb --mutations m.csv --top 2", "--top --mutations"),
+    (K11W, "one.pdb --scan --top 0", "--top 0"),
+    (K11W, "one.pdb --scan --top 2 --per_position 0", "--per_position 0"),
+    (K11W, "one.pdb --scan --top 2 --unmeasured none.csv", "none.csv"),
+    (K11W, "one.pdb --scan --top 2 --unmeasured m.csv --out m.csv", "m.csv"),
+    (K11W, "one.pdb two.pdb --scan --top 2 --unmeasured m.csv", "2 m.csv"),
+    (K11W, "two.pdb --scan --top 2 --unmeasured m.csv --chains A B", "A B"),
+    ("pdb_file,chain,mutation\ntwo.pdb,B,K11W\n", "one.pdb --scan --top 2 --unmeasured m.csv",
+     "m.csv"),
+    ("M9A\nK10A\nT11A\nA12G\n", "one.pdb --scan --top 2 --unmeasured m.csv", "M9A 1"),
     ("\n".join(f"K11{letter}" for letter in "ACDEFGHILMNPQRSTVWY"),
-     "one.pdb --scan --mutable_positions A11 --top 2 --unmeasured t.csv",
-     "t.csv has all mutations of the scan")])
-def test_what_cannot_be_proposed_is_refused(table, options, said, command, folder):
-    (folder / "t.csv").write_text(table)
-    before = {path: path.read_bytes() for path in folder.iterdir()}
-    _, err = command("w.pt", *options.split(), code=2)
-    assert said in err and err.count("error: ") == 1
-    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+     "one.pdb --scan --mutable_positions A11 --top 2 --unmeasured m.csv", "m.csv")])
+def test_what_cannot_be_proposed_is_refused(table, words, named, refuses):
+    refuses(table, words, named)
 
 
 # ---- pictures ----
@@ -885,11 +854,9 @@ def test_measured_against_predicted_is_drawn(score, extras):
     assert Path("p.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_matplotlib_a_picture_is_refused_at_once(command, monkeypatch, folder):
+def test_without_matplotlib_a_picture_is_refused_at_once(refuses, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    _, said = command("w.pt", "one.pdb", "--scan", "--picture", "p.png", "--out", "s.csv", code=2)
-    assert "pip install matplotlib" in said
-    assert not (folder / "s.csv").exists()
+    refuses("", "one.pdb --scan --picture p.png --out s.csv", "--picture matplotlib")
 
 
 @pytest.mark.parametrize("partners, said", [

@@ -50,3 +50,4 @@ def test_the_notebook_runs_and_its_loop_and_script_have_the_same_losses_on_one_a
     bound, unigram, exact = (float(re.search(rf"{name}\D* (\d\.\d+) ", printed["train"])[1])
                              for name in ("learned bound", "unigram  ", "exact, of"))
     assert exact < bound < unigram - 0.3
+    assert "4 proteins" in printed["own-train"] and "step 20/20" in printed["own-train"]

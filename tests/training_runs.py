@@ -1,7 +1,6 @@
 """What tests of the training scripts share."""
 
 import json
-import shlex
 from pathlib import Path
 
 import pytest
@@ -10,29 +9,22 @@ from torch.utils import backend_registration
 from torch.utils._pytree import tree_flatten
 
 import train_dpo_ddp
+import train_mpnn_ddp
 import train_sedd_ddp
 from bench.speed import compute_gradient
 from ddp_setup import Ddp, load_checkpoint
 from ddp_watch import watch_run
 from launchers import ROOT, fork_ranks
+from tool_runs import assert_named, run_tool
 from toy_run import toy
 from training.config import load_config
 from training.run_folder import take_folder
 
-SCRIPTS = {"sedd": train_sedd_ddp, "dpo": train_dpo_ddp}
+SCRIPTS = {"sedd": train_sedd_ddp, "dpo": train_dpo_ddp, "mpnn": train_mpnn_ddp}
 
 # Beginnings of the names of metrics that differ between equal runs, by time or number of ranks.
 CLOCK = ("residues_per_second", "pairs_per_second", "tokens_per_second", "mfu",
          "data_wait", "time/", "memory/", "ddp/")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Sums in one order: bit-identical runs are compared."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def words(settings, **more):
@@ -85,24 +77,16 @@ def equal(a, b):
     return True
 
 
-def command_lines(script, cases, cwd):
-    """Run `python SCRIPT.py ARGUMENTS` (script "bench": `python -m bench ARGUMENTS`) with each list
-    of arguments: [(exit code, stdout, stderr)]."""
-    program = ["-m", "bench"] if script == "bench" else [ROOT / f"{script}.py"]
-    done = [fork_ranks(1, [*program, *case], cwd) for case in cases]
-    return [(result.returncode, result.stdout, result.stderr) for result in done]
-
-
-def assert_refused(script, cases, folder):
-    """Assert that each of (arguments of `python SCRIPT.py` as text, *what is said) ends with code 2
-    and one message, and leaves the folder as it is."""
+def assert_refused(main, words, named, folder):
+    """A training script refuses a command line with one message that names these words of the
+    user's, separated by blanks, and leaves the folder as it is. Returns what it says."""
     before = sorted(folder.rglob("*"))
-    found = command_lines(script, [shlex.split(text) for text, *_ in cases], folder)
-    for (text, *said), (code, out, err) in zip(cases, found):
-        text = f"{text}\nexit code {code}\n{out}\n{err}"
-        assert code == 2 and err.count("error:") == 1 and "Traceback" not in out + err, text
-        assert all(words in err for words in said), text
-    assert sorted(folder.rglob("*")) == before
+    ran = run_tool(main, words, folder)
+    assert ran.code == 2, ran.text
+    assert ran.err.count("error: ") == 1 and "Traceback" not in ran.out + ran.err, ran.text
+    assert ran.files == {} and sorted(folder.rglob("*")) == before, ran.text
+    assert_named(named, ran.err)
+    return ran.err
 
 
 def driver(folder, module, code):

@@ -72,8 +72,11 @@ def check_writable(path) -> None:
     folder = Path(path).absolute()
     while not folder.is_dir():
         folder = folder.parent
-    with tempfile.NamedTemporaryFile(dir=folder):
-        pass
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder):
+            pass
+    except OSError as error:      # which names the temporary file
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def check_output(path, inputs) -> None:

@@ -14,10 +14,13 @@ import numpy as np
 from training.figures import make_figure, save_figure
 from training.log import read_rows
 
+PER_RESIDUE = "nats per residue"
+PER_PAIR = "nats per pair"
 # (title, unit of the vertical axis, {key of metrics.jsonl: line style}). Style "~" is for noisy
-# curves: pale, with a running mean. Style "level..." is for constants: a horizontal line.
+# curves: pale, with a running mean. Style "level..." is for constants: a horizontal line. The unit
+# of the loss depends on the kind of the run: loss_unit.
 PANELS = (
-    ("loss", "nats (pretraining: per residue)",
+    ("loss", PER_RESIDUE,
      {"loss": "~", "val/loss": "o-", "other/loss": "o--", "val/unigram": "level:",
       "val/exact": "level--"}),
     ("ranks of measured values", "Spearman's correlation",
@@ -34,6 +37,7 @@ PANELS = (
     ("norm of the gradient", "", {"grad_norm": "~"}))
 TECHNICAL = ("learning rate", "throughput", "pairs", "norm of the gradient")
 SHORT = 50        # steps of a run, of which these say nothing
+OF_PAIRS = "rewards/accuracies"    # end of keys that only DPO has
 LABELS = {"spearman": "spearman (of the variants trained on)"}   # of keys that do not say it all
 SMOOTHED = 200    # a curve of more points is drawn as means over neighbouring points
 
@@ -56,6 +60,8 @@ def draw(runs, path) -> None:
     colors = colors_for(len(runs))
     for (title, unit, styles), axis in zip(panels, axes.flat):
         _draw_panel(axis, styles, list(runs.values()), colors)
+        if title == "loss":
+            unit = loss_unit(list(runs.values()))
         axis.set(title=title, xlabel="step", ylabel=unit)
         if title in ("learning rate", "throughput", "pairs"):
             axis.set_ylim(bottom=0)
@@ -73,6 +79,16 @@ def choose_panels(runs) -> list[tuple]:
         if has_points and not (are_short and title in TECHNICAL):
             panels.append((title, unit, styles))
     return panels
+
+
+def loss_unit(runs) -> str:
+    """What the loss of runs (of each its rows) is measured in: DPO counts pairs, not residues."""
+    is_dpo = {any(key.endswith(OF_PAIRS) for row in rows for key in row) for rows in runs}
+    if is_dpo == {True}:
+        return PER_PAIR
+    if is_dpo == {False}:
+        return PER_RESIDUE
+    return f"{PER_RESIDUE}; DPO: {PER_PAIR}"
 
 
 class NothingLogged(ValueError):

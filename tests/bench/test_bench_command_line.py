@@ -1,46 +1,48 @@
 """bench/__main__.py and the options of all commands: help, refusals, ranks of their own."""
+import shlex
+
+import pytest
+
+import bench.__main__
 from bench.__main__ import COMMANDS
 from launchers import ROOT, fork_ranks
-from training_runs import command_lines
+from tool_runs import assert_refused, run_tool
+
+CONFIG = ROOT / "configs" / "sedd_demo.yaml"
 
 
 def test_without_a_command_every_command_is_listed_with_what_its_file_says(tmp_path):
-    (code, out, _), (none, again, _) = command_lines("bench", [["--help"], []], tmp_path)
-    assert code == 0 and none == 2 and again == out
-    lines = [line.split(maxsplit=1) for line in out.splitlines()[2:]]
-    assert dict(lines) == {name: module.__doc__.splitlines()[0]
-                           for name, module in COMMANDS.items()}
+    asked = run_tool(bench.__main__.main, ["--help"], tmp_path)
+    none = run_tool(bench.__main__.main, [], tmp_path)
+    assert (asked.code, none.code, none.out) == (0, 2, asked.out)
+    for name, module in COMMANDS.items():
+        assert f"{name} " in asked.out and module.__doc__.splitlines()[0] in asked.out
 
 
-def test_every_command_has_a_help_of_its_own(tmp_path):
-    ended = command_lines("bench", [[name, "--help"] for name in COMMANDS], tmp_path)
-    for name, (code, out, _) in zip(COMMANDS, ended):
-        assert code == 0 and out.startswith(f"usage: python -m bench {name} "), out
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_a_help_of_its_own(name, tmp_path):
+    ran = run_tool(bench.__main__.main, [name, "--help"], tmp_path)
+    assert ran.code == 0 and ran.out.startswith(f"usage: python -m bench {name} "), ran.text
 
 
-def test_what_a_bench_cannot_do_is_refused_in_one_line_before_it_measures(tmp_path):
+@pytest.mark.parametrize("words, named", [
+    ("sedd", "sedd"), ("scale --ranks=1,x", "1,x"), ("scale --ranks=1,2,3", "2 3"),
+    ("scale --json=bad.json", "bad.json"), ("scale dpo", "--ranks"),
+    (f"scale --config={CONFIG}", "--ranks"), ("scale --steps=0 --ranks=1", "--steps 0"),
+    ("speed optim.lr=1", "optim.lr=1 --config"), ("speed seed", "seed"),
+    ("speed --repeats=0", "--repeats 0"), ("speed sample --batch=0", "--batch 0")])
+def test_what_a_bench_cannot_do_is_refused_before_it_measures(words, named, tmp_path):
     (tmp_path / "bad.json").write_text("[1]")
-    config = ROOT / "configs" / "sedd_demo.yaml"
-    refused = {
-        ("sedd",): "found 'sedd'; expected one of speed, scale",
-        ("scale", "--ranks=1,x"): "--ranks 1,x; expected numbers of ranks, such as 1,2,4,8",
-        ("scale", "--ranks=1,2,3"): "2 does not divide 3; expected numbers that do",
-        ("scale", "--json=bad.json"): "bad.json is no file that",
-        ("scale", "dpo"): "found what to measure without --ranks",
-        ("scale", f"--config={config}"): "found what to measure without --ranks",
-        ("scale", "--steps=0", "--ranks=1"): "--steps is 0; expected at least 1",
-        ("speed", "optim.lr=1"): "found optim.lr=1 without --config",
-        ("speed", "seed"): "found seed; expected sedd, dpo, tables, sample",
-        ("speed", "--repeats=0"): "--repeats is 0; expected more than 0",
-        ("speed", "sample", "--batch=0"): "--batch is 0; expected more than 0",
-        ("speed", "sedd", "--device=cpu", "--matmul=64", "--data=no.fasta"):
-            "no.fasta does not exist"}
-    ended = command_lines("bench", [list(words) for words in refused], tmp_path)
-    for (code, out, err), message in zip(ended, refused.values()):
-        assert code == 2 and message in err and err.count("error: ") == 1, err
-        assert "Traceback" not in err and "float32 |" not in out
+    assert_refused(bench.__main__.main, words, named, tmp_path)
+
+
+def test_data_that_a_bench_does_not_find_are_refused_before_it_measures(tmp_path):
+    words = shlex.split("speed sedd --device=cpu --matmul=64 --data=no.fasta")
+    ran = run_tool(bench.__main__.main, words, tmp_path)
+    assert ran.code == 2 and "no.fasta" in ran.err and ran.files == {}, ran.text
+    assert "float32 |" not in ran.out, ran.out
 
 
 def test_speed_refuses_two_ranks(tmp_path):
     done = fork_ranks(2, ["-m", "bench", "speed", "sedd", "--device=cpu"], tmp_path)
-    assert done.returncode == 2 and "found 2 ranks; expected one process" in done.text
+    assert done.returncode == 2 and "2 ranks" in done.text, done.text

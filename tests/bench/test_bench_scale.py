@@ -31,6 +31,7 @@ def test_a_launch_of_dpo_has_its_rows(tmp_path):
     assert "| batch (pairs) |" in done.stdout and done.stdout.count("| weak, alone | 2 |") == 1
 
 
+@pytest.mark.slow
 def test_launches_add_up_to_a_table(measured):
     launches, _ = measured
     rows = {(row["scaling"], row["alone"], row["ranks"]): row
@@ -47,6 +48,7 @@ def test_launches_add_up_to_a_table(measured):
     assert weak["of_alone"] > 0 and rows["weak", True, 2]["of_alone"] == 1
 
 
+@pytest.mark.slow
 def test_the_table_of_the_file_is_printed_again(measured, tmp_path, capsys):
     launches, printed = measured
     (tmp_path / "scale.json").write_text(json.dumps({"launches": launches}))
@@ -55,6 +57,7 @@ def test_the_table_of_the_file_is_printed_again(measured, tmp_path, capsys):
     assert printed.count("\n| weak | ") == printed.count("\n| strong | ") == 2
 
 
+@pytest.mark.slow
 def test_of_a_number_of_ranks_the_last_launch_like_the_last_one_counts(measured, capsys):
     (one, two), _ = measured
     other = {**one, "dtype": "float64", "rows": [{**row, "batch": 1e9} for row in one["rows"]]}
@@ -74,6 +77,7 @@ def test_a_file_of_something_else_is_refused_and_left(text, tmp_path, capsys):
     assert (tmp_path / "other.json").read_text() == text
 
 
+@pytest.mark.slow
 def test_all_reduces_are_timed_in_every_size(measured):
     (one, two), _ = measured
     assert one["all_reduces"] == []

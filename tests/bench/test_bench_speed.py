@@ -31,6 +31,7 @@ def small(tmp_path, monkeypatch):
     return ["--device=cpu", "--repeats=1", "--matmul=64"]
 
 
+@pytest.mark.slow
 def test_a_row_of_sedd_for_each_data_set_and_dtype(small, capsys, tmp_path):
     speed.main(["sedd", *small])
     rows = rows_of(capsys.readouterr().out)
@@ -72,6 +73,7 @@ def test_a_table_has_a_hundred_times_the_pairs_of_pairs_one_by_one(small, capsys
     assert float(pairs["ratio"]) > 100 and float(variants["ratio"]) > 10
 
 
+@pytest.mark.slow
 def test_a_row_of_sampling_for_each_model_length_and_batch(small, capsys):
     speed.main(["sample", "--batch", "1", "2", "--lengths", "20", "--sample_steps=2", *small])
     cases = [f"{model}, 20 residues, {batch} at a time, {dtype}" for batch in (1, 2)
@@ -83,6 +85,7 @@ def test_a_row_of_sampling_for_each_model_length_and_batch(small, capsys):
     assert "drawing, SEDD, 2 to 20, 2 at a time, float32" in names and len(names) == 14
 
 
+@pytest.mark.slow
 def test_bfloat16_is_left_out_where_it_would_be_emulated(small, monkeypatch, capsys):
     monkeypatch.setattr(speed, "computes_in_bfloat16", lambda device: False)
     speed.main(["sedd", *small])

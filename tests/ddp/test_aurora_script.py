@@ -13,8 +13,8 @@ from launchers import ROOT, fork_ranks, free_port, run_ranks, slow
 HOST = socket.gethostname()
 CLAIMS = ["set-up", "device", "all-reduce", "gradients", "training", "ipex", "checkpoint",
           "clean-up"]
-LIMIT = "8"             # seconds for which ranks wait: short, as a fault lasts longer than any
-IN_TIME = 300.0         # seconds in which a hang is noticed; some 20 where nothing else runs
+LIMIT = "5"             # seconds for which ranks wait: short, as a fault lasts longer than any
+IN_TIME = 300.0         # seconds in which a hang is noticed; some 10 where nothing else runs
 DRIVER = """import os, signal, sys, time
 sys.path.insert(0, {root!r})
 import torch
@@ -60,8 +60,7 @@ def test_it_runs_in_a_folder_of_two_files(launcher, n, request, tmp_path):
 
 
 def test_what_one_rank_cannot_check_is_skipped_with_the_reason(tmp_path):
-    result = run_ranks("python", 1, [ROOT / "test_aurora_ddp.py", "--device=cpu", "--ipex=off"],
-                       tmp_path)
+    result = check(tmp_path, "--ipex=off", n=1)
     assert result.returncode == 0, result.text
     lines = lines_of(result).items()
     assert {name: words for name, (status, words) in lines if status == "SKIP"} == {
@@ -152,5 +151,7 @@ def test_a_rank_that_was_never_started_is_named(tmp_path):
     assert result.returncode == 3 and "rank(s) 1" in lines_of(result)["set-up"][1], result.text
 
 
-def test_wrong_arguments_end_with_2(tmp_path):
-    assert check(tmp_path, "--preflight").returncode == 2
+def test_a_wrong_argument_ends_with_2_and_is_named(tmp_path):
+    result = check(tmp_path, "--preflight")
+    assert result.returncode == 2 and "--preflight" in result.stderr, result.text
+    assert result.stdout == "", result.text

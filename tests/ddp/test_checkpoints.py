@@ -62,21 +62,6 @@ def test_a_full_disk_is_told_in_one_sentence(full_disk):
                                  "device. The former checkpoint is untouched.")
 
 
-def test_a_checkpoint_is_on_the_disk_before_anything_is_renamed(tmp_path, disk_calls):
-    path = tmp_path / "b.pt"
-    for step in (1, 2):
-        disk_calls.clear()
-        save_checkpoint(path, Ddp(), keep_last=2, step=step)
-    assert disk_calls[0] == ("fsync", path.read_bytes())
-    renamed = [name for call, name in disk_calls if call == "rename"]
-    assert renamed == [tmp_path / "b-1.pt", path]
-
-
-def test_a_checkpoint_has_its_name_on_the_disk_when_the_call_returns(tmp_path, disk_calls):
-    save_checkpoint(tmp_path / "b.pt", Ddp(), step=3)
-    assert disk_calls[-1] == ("fsync", tmp_path)
-
-
 @pytest.mark.parametrize("thing", [object(), np.float64(1.0), len, lambda: None],
                          ids=["object", "numpy", "function", "lambda"])
 def test_a_value_that_torch_would_not_load_again_is_not_saved(thing, tmp_path):

@@ -13,8 +13,9 @@ import torch
 
 import launchers
 from launchers import (
+    GRACE,
     ROOT,
-    ForkedRanks,
+    by_hand,
     clean_environment,
     fork_ranks,
     free_port,
@@ -23,40 +24,13 @@ from launchers import (
     python_of,
     read_status,
     run_ranks,
+    script,
     seconds_until,
     slow,
     start_ranks,
 )
 
-HEAD = f"""import os, sys, time
-sys.path.insert(0, {str(ROOT)!r})
-import ddp_guard
-ddp_guard.supervise()
-import torch
-import ddp_setup
-import ddp_watch
-from ddp_setup import *
-from ddp_watch import *
-if "CLOSING" in os.environ:    # shorter limits at the end
-    ddp_setup.CLOSING = ddp_watch.LEAVING = float(os.environ["CLOSING"])
-"""
 GONE = 15.0    # seconds in which every process must be gone after a failure; 5 are wanted
-GRACE = 6.0    # ends the other ranks so long after a failure, as a launcher does; they may speak
-
-
-def script(folder, text):
-    path = folder / "script.py"
-    path.write_text(HEAD + text)
-    return path
-
-
-def by_hand(folder, text, ranks, size=None, **env):
-    """ForkedRanks of a script, with a guard each."""
-    size = size or len(ranks)
-    env = {"MASTER_PORT": free_port(), **env}
-    return ForkedRanks([script(folder, text)], folder, {r: dict(
-        DDP_RANK=r, DDP_WORLD_SIZE=size, DDP_LOCAL_RANK=r, DDP_LOCAL_WORLD_SIZE=size, **env)
-        for r in ranks})
 
 
 # ---------------------------------------------------------------- one fails, all end
@@ -129,6 +103,7 @@ with setup_ddp(quiet=True) as ddp, watch_run(ddp, "out") as watch:
 def test_a_rank_that_fails_or_dies_or_is_stopped_while_it_leaves_is_not_passed_over(  # noqa: PLR0913
         when, speaker, code, status, says, tmp_path):
     with by_hand(tmp_path, f"""
+ddp_setup.CLOSING = ddp_watch.LEAVING = 2.0
 before = after = lambda: None
 if os.environ["DDP_RANK"] == "1":
     {when}
@@ -136,7 +111,7 @@ with setup_ddp(quiet=True) as ddp, watch_run(ddp, "out", minutes=3 / 60) as watc
     watch.stop_reason(0)
     before()
 after()
-""", range(2), CLOSING=4) as ranks:
+""", range(2)) as ranks:
         assert ranks.codes(100, GRACE)[speaker] == code, ranks.err()
         assert ranks.err().count("FAILED: ") == bool(says) and says in ranks.err(), ranks.err()
         assert read_status(tmp_path / "out")["code"] == status
@@ -145,10 +120,11 @@ after()
 def test_a_rank_that_is_stopped_while_python_ends_is_ended_with_a_word(tmp_path):
     with by_hand(tmp_path, """
 import atexit
+ddp_setup.CLOSING = ddp_watch.LEAVING = 2.0
 atexit.register(os.kill, os.getpid(), 19)    # what is registered first is called last
 with setup_ddp(quiet=True) as ddp, watch_run(ddp):
     pass
-""", range(1), CLOSING=2) as ranks:
+""", range(1)) as ranks:
         assert ranks.codes(100) == [70]
         assert "the run has ended, but Python did not" in ranks.err()
 
@@ -181,7 +157,7 @@ for port in sys.argv[1:]:
     pids = [os.fork() or run_rank(rank, port) for rank in range(2)]
     print([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids], flush=True)
 """)
-    launches = 8    # without the wait in cleanup_ddp one in four ended by SIGABRT
+    launches = 5    # without the wait in cleanup_ddp one in four ended by SIGABRT
     result = run_ranks("python", 1, [path, *(free_port() for _ in range(launches))], cwd=tmp_path,
                        env=NO_GUARD)
     assert (result.stdout, result.stderr) == (launches * "[0, 0]\n", ""), result.text
@@ -300,21 +276,21 @@ cleanup_ddp(ddp)
 """
 
 
-def test_a_node_waits_for_the_others_as_long_as_it_was_told_and_a_pods_variables_do_not_count(
-        tmp_path):
-    words = (f"train_sedd_ddp.py --config configs/sedd_demo.yaml --work_dir {tmp_path / 'w'} "
+def test_a_node_waits_for_the_others_as_long_as_it_was_told(tmp_path):
+    """The variables of a pod of Kubernetes do not count."""
+    words = (f"{ROOT}/train_sedd_ddp.py --config {ROOT}/configs/sedd_demo.yaml --work_dir w "
              f"--nnodes 2 --node_rank 0 --nproc_per_node 1 --master_addr 127.0.0.1 "
              f"--master_port {free_port()} --init_timeout 1")
-    pod = clean_environment(env=dict(RANK=0, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1"))
-    with launchers.Running([sys.executable, *words.split()], ROOT, pod) as running:
-        result = running.wait(timeout=600)
+    pod = dict(RANK=0, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1")
+    result = fork_ranks(1, words.split(), tmp_path, pod)
     assert result.returncode == 1 and "starting 1 rank(s) here, on node 0 of 2" in result.text
     assert "1 of 2 ranks did not appear within 1 s: rank(s) 1." in result.text, result.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher, env", [
-    ("mpich", NO_MPI4PY), slow("mpich", NO_MPI4PY | NO_GUARD), slow("intel", NO_MPI4PY),
-    slow("intel", NO_MPI4PY | NO_GUARD)])
+    ("mpich", NO_MPI4PY), ("mpich", NO_MPI4PY | NO_GUARD), ("intel", NO_MPI4PY),
+    ("intel", NO_MPI4PY | NO_GUARD)])
 def test_ranks_of_two_launches_at_once_meet_at_two_ports_without_mpi4py(launcher, env, tmp_path):
     path = script(tmp_path, WHERE)
     with start_ranks(launcher, 2, [path], tmp_path, env) as one:
@@ -328,16 +304,19 @@ def test_ranks_of_two_launches_at_once_meet_at_two_ports_without_mpi4py(launcher
     assert places[0] != places[1]
 
 
-@pytest.mark.parametrize("launcher", ["mpich", slow("openmpi"), slow("ours"), slow("intel")])
+@pytest.mark.parametrize("launcher", [
+    "forked", slow("mpich"), slow("openmpi"), slow("ours"), slow("intel")])
 def test_a_port_of_another_program_ends_all_at_once_with_code_2(launcher, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = busy.getsockname()[1]
         words = [ROOT / "train_sedd_ddp.py", "--config", ROOT / "configs" / "sedd_demo.yaml",
                  "--device", "cpu", "--work_dir", "out", "--init_timeout", "400"]
-        if launcher == "ours":
-            words += ["--master_port", port]
-        result = run_ranks(launcher, 2, words, tmp_path, timeout=300,
-                           env={"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        if launcher == "forked":
+            result = fork_ranks(2, words, tmp_path, {"DDP_GUARD": 1, **address}, timeout=100)
+        else:
+            more = ["--master_port", port] if launcher == "ours" else []
+            result = run_ranks(launcher, 2, [*words, *more], tmp_path, address, timeout=300)
     assert (result.returncode, result.leftover) == (2, []), result.text
     assert f"cannot listen on 127.0.0.1:{port}" in result.stderr, result.text
 
@@ -357,6 +336,7 @@ cleanup_ddp(ddp)
         assert ranks.out(0) == "1\n" and "another run has met at" in ranks.err(0), ranks.err()
 
 
+@pytest.mark.slow
 def test_an_mpirun_of_another_mpi_is_refused_instead_of_many_runs_of_one_rank(tmp_path):
     need("mpich")
     need("openmpi")
@@ -377,7 +357,8 @@ def script_beside_the_one_file(folder, text):
     return path
 
 
-@pytest.mark.parametrize("launcher", ["mpich", slow("torchrun"), slow("openmpi")])
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["mpich", "torchrun", "openmpi"])
 def test_the_file_alone_ends_the_other_rank_when_one_fails(launcher, tmp_path):
     script_beside_the_one_file(tmp_path, """
 import time
@@ -394,8 +375,8 @@ with setup_ddp(quiet=True) as ddp:
                      result.stderr), result.text
 
 
-@pytest.mark.parametrize("launcher, n", [
-    slow("python", 1), ("mpich", 2), slow("torchrun", 2), slow("openmpi", 4)])
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher, n", [("python", 1), ("mpich", 2), ("torchrun", 2)])
 def test_the_script_of_the_readme_runs_as_it_stands_beside_the_one_file(launcher, n, tmp_path):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     script_beside_the_one_file(tmp_path, next(block for block in blocks if "setup_ddp" in block))

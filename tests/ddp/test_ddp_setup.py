@@ -236,19 +236,19 @@ def without(env, *names):
 
 @pytest.mark.parametrize("env, mpi, words", [
     (without(FIFTH.open_mpi(), "OMPI_COMM_WORLD_SIZE"), None,
-     ("OMPI_COMM_WORLD_RANK=5", "no number of ranks", "DDP_WORLD_SIZE")),
+     ("OMPI_COMM_WORLD_RANK=5", "DDP_WORLD_SIZE")),
     (without(FIFTH.open_mpi(), "OMPI_COMM_WORLD_LOCAL_RANK"), None,
-     ("OMPI_COMM_WORLD_RANK=5", "within the host", "for example OMPI_COMM_WORLD_LOCAL_RANK")),
-    (FIFTH.pmi2(), None, ("rank 5 of 8", "number within the host")),
-    (without(FIFTH.torchrun(), "LOCAL_RANK"), None, ("RANK=5", "number within the host")),
-    ({"RANK": "1", "LOCAL_RANK": "1"}, None, ("RANK=1", "no number of ranks")),
-    (AURORA, None, ("PALS", "no number of ranks")),
-    (FIFTH.hydra(), (0, 1), ("mpi4py says rank 0 of 1", "rank 5 of 8", "built for another MPI")),
-    (AURORA, (0, 1), ("mpi4py says rank 0 of 1", "PALS says rank 5", "built for another MPI")),
-    ({**FIFTH.hydra(), "PMI_RANK": "8"}, None, ("rank 8", "expected 0 to 7")),
+     ("OMPI_COMM_WORLD_RANK=5", "OMPI_COMM_WORLD_LOCAL_RANK")),
+    (FIFTH.pmi2(), None, ("rank 5 of 8", "PMI_RANK=5")),
+    (without(FIFTH.torchrun(), "LOCAL_RANK"), None, ("RANK=5", "LOCAL_RANK")),
+    ({"RANK": "1", "LOCAL_RANK": "1"}, None, ("RANK=1", "DDP_WORLD_SIZE")),
+    (AURORA, None, ("PALS", "DDP_WORLD_SIZE")),
+    (FIFTH.hydra(), (0, 1), ("mpi4py", "rank 0 of 1", "rank 5 of 8")),
+    (AURORA, (0, 1), ("mpi4py", "rank 0 of 1", "PALS", "rank 5")),
+    ({**FIFTH.hydra(), "PMI_RANK": "8"}, None, ("rank 8", "0 to 7")),
     ({**FIFTH.hydra(), "MPI_LOCALRANKID": "4"}, None, ("local rank 4",)),
-    ({**FIFTH.by_hand(), "DDP_RANK": "-1"}, None, ("rank -1", "expected 0 to 7")),
-    ({**FIFTH.hydra(), "PMI_SIZE": "eight"}, None, ("PMI_SIZE='eight'", "not an integer"))])
+    ({**FIFTH.by_hand(), "DDP_RANK": "-1"}, None, ("rank -1", "0 to 7")),
+    ({**FIFTH.hydra(), "PMI_SIZE": "eight"}, None, ("PMI_SIZE='eight'",))])
 def test_half_a_launcher_or_one_that_mpi4py_denies_is_refused_with_what_was_seen(env, mpi, words):
     with pytest.raises(SetupError) as caught:
         detect_launcher(env, mpi)
@@ -276,7 +276,7 @@ def test_the_hosts_of_a_job_count_where_those_of_the_step_are_not_told():
 
 def test_a_step_that_tells_no_hosts_is_refused():
     env = without(FIFTH.slurm(), "SLURM_STEP_NODELIST")
-    with pytest.raises(SetupError, match="nothing tells them where rank 0 is"):
+    with pytest.raises(SetupError, match="MASTER_ADDR"):
         ddp_setup._place_of_rank_0(detect_launcher(env), env)
 
 
@@ -325,7 +325,7 @@ def test_rank_0_is_where_other_hosts_reach_it_though_its_name_means_the_loopback
 @pytest.mark.parametrize("port", ["70000", "-1"])
 def test_what_is_no_port_is_refused(port):
     ddp = Ddp(world_size=2, local_world_size=2, launcher="torchrun")
-    with pytest.raises(SetupError, match=f"MASTER_PORT={port} is no port"):
+    with pytest.raises(SetupError, match=f"MASTER_PORT={port}"):
         ddp_setup._place_of_rank_0(ddp, {"MASTER_PORT": port})
 
 
@@ -402,7 +402,7 @@ def test_different_parts_give_different_seeds():
 
 def test_ranks_on_several_hosts_that_nobody_tells_where_rank_0_is_are_refused():
     ddp = Ddp(world_size=2, local_world_size=None, launcher="Open MPI")
-    with pytest.raises(SetupError, match="nothing tells them where rank 0 is"):
+    with pytest.raises(SetupError, match="MASTER_ADDR"):
         ddp_setup._place_of_rank_0(ddp, {})
 
 
@@ -413,14 +413,14 @@ def row(**changes):
 
 @pytest.mark.parametrize("rows, code, words", [
     ({0: row(), 1: row()}, 0, ""),
-    ({0: row(), 2: row(host="n1")}, 1, "1 of 3 ranks did not appear.*rank.s. 1.*n0, n1"),
+    ({0: row(), 2: row(host="n1")}, 1, "1 of 3 .*rank.s. 1.*n0, n1"),
     ({0: row(problem="no"), 1: row(problem="no")}, 2, "^no$"),
     ({0: row(), 1: row(problem="no", host="n1")}, 2, "^rank 1 on n1: no$"),
     ({0: row(), 1: row(problem="no"), 2: row(problem="no")}, 2, "^rank 1, 2 on n0: no$"),
-    ({0: row(device="cuda a"), 1: row(device="cuda a")}, 2, "ranks 0, 1 on n0 share one accel"),
+    ({0: row(device="cuda a"), 1: row(device="cuda a")}, 2, "ranks 0, 1 on n0"),
     ({0: row(device="cuda a"), 1: row(device="cuda a", host="n1")}, 0, ""),
-    ({0: row(), 1: row(backend="nccl")}, 2, "differ in backend: gloo, nccl"),
-    ({0: row(), 1: row(torch="3")}, 2, "differ in torch: 2, 3")])
+    ({0: row(), 1: row(backend="nccl")}, 2, "backend: gloo, nccl"),
+    ({0: row(), 1: row(torch="3")}, 2, "torch: 2, 3")])
 def test_ranks_that_do_not_fit_together_are_refused(rows, code, words):
     problem, found = ddp_setup._problem_of(rows, max(rows) + 1, 300.0)
     assert found == code and bool(problem) == bool(code) and re.search(words, problem), problem
@@ -449,16 +449,15 @@ def test_device_and_backend(device, backend, local_rank, found, expected):
 
 
 @pytest.mark.parametrize("device, backend, found, words", [
-    ("cuda", "auto", dict(backends=["gloo"]), "no cuda device is visible.*here: cpu, gloo"),
-    ("auto", "nccl", dict(backends=["gloo"]), "nccl does not serve cpu"),
-    ("cpu", "nccl", dict(cuda=1, backends=["nccl", "gloo"]), "nccl does not serve cpu"),
-    ("cuda", "nccl-legacy", dict(cuda=1, backends=["nccl", "gloo"]),
-     "nccl-legacy does not serve cuda here"),
-    ("xpu", "gloo", dict(xpu=1, backends=["gloo", "xccl"]), "gloo does not serve xpu.*1 xpu, gloo"),
-    ("xpu", "auto", dict(xpu=1, backends=["gloo"]), "no backend of this torch serves xpu"),
-    ("cpu", "ccl", dict(backends=["gloo"]), "ccl does not serve cpu here"),
-    ("tpu", "auto", dict(backends=["gloo"]), "no tpu device is visible.*here: cpu, gloo"),
-    ("auto", "mpi", dict(backends=["gloo"]), "mpi does not serve cpu here.*here: cpu, gloo")])
+    ("cuda", "auto", dict(backends=["gloo"]), "cuda.*cpu, gloo"),
+    ("auto", "nccl", dict(backends=["gloo"]), "nccl.*cpu"),
+    ("cpu", "nccl", dict(cuda=1, backends=["nccl", "gloo"]), "nccl.*cpu"),
+    ("cuda", "nccl-legacy", dict(cuda=1, backends=["nccl", "gloo"]), "nccl-legacy.*cuda"),
+    ("xpu", "gloo", dict(xpu=1, backends=["gloo", "xccl"]), "gloo.*xpu.*1 xpu, gloo"),
+    ("xpu", "auto", dict(xpu=1, backends=["gloo"]), "xpu"),
+    ("cpu", "ccl", dict(backends=["gloo"]), "ccl.*cpu"),
+    ("tpu", "auto", dict(backends=["gloo"]), "tpu.*cpu, gloo"),
+    ("auto", "mpi", dict(backends=["gloo"]), "mpi.*cpu, gloo")])
 def test_impossible_requests_are_refused_with_what_is_there(device, backend, found, words):
     with pytest.raises(SetupError, match=words):
         choose_device(device, backend, 0, found)
@@ -512,7 +511,7 @@ def test_tiles_of_a_card_are_told_apart_by_mask_and_index(monkeypatch):
 def test_an_xpu_that_nothing_serves_is_refused_after_the_error_of_intels_bindings(
         monkeypatch, capsys):
     pretend(monkeypatch)
-    with pytest.raises(SetupError, match="no backend of this torch serves xpu"):
+    with pytest.raises(SetupError, match="xpu"):
         choose_device("xpu", "auto", 0, ddp_setup._found_devices())
     said = "backend ccl is not usable: ImportError: no intel_extension_for_pytorch here\n"
     assert capsys.readouterr().err == said
@@ -596,7 +595,7 @@ def test_in_evaluation_every_item_is_dealt_once(size):
 
 
 def test_fewer_items_than_ranks_are_refused():
-    with pytest.raises(ValueError, match="3 item.*4 ranks"):
+    with pytest.raises(ValueError, match="3 .*4 ranks"):
         samplers(4, range(3))
 
 
@@ -638,7 +637,7 @@ def test_a_second_set_up_seeds_anew_by_its_own_seed(no_launcher):
 def test_a_second_set_up_takes_its_own_arguments(no_launcher):
     assert setup_ddp(timeout=60.0, quiet=True).timeout == 60.0
     assert setup_ddp(timeout=90.0, quiet=True).timeout == 90.0
-    with pytest.raises(SetupError, match="no tpu device"):
+    with pytest.raises(SetupError, match="tpu"):
         setup_ddp("tpu")
 
 
@@ -654,20 +653,20 @@ def test_one_process_leaves_the_environment_as_it_was(no_launcher, capsys):
 
 
 def test_another_number_of_ranks_than_asked_for_is_refused(no_launcher, monkeypatch):
-    with pytest.raises(SetupError, match="^ranks asks for 2 rank.*but 1 were started"):
+    with pytest.raises(SetupError, match="^ranks .* 2 .* 1 "):
         setup_ddp(ranks=2)
     monkeypatch.setenv("DDP_WORLD_SIZE", "4")
-    with pytest.raises(SetupError, match="DDP_WORLD_SIZE asks for 4 rank.*but 1 were started"):
+    with pytest.raises(SetupError, match="DDP_WORLD_SIZE .* 4 .* 1 "):
         setup_ddp()
     for name, value in Place(rank=0, local_rank=0).slurm().items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(SetupError, match="DDP_WORLD_SIZE asks for 4 rank.*but 8 were started"):
+    with pytest.raises(SetupError, match="DDP_WORLD_SIZE .* 4 .* 8 "):
         setup_ddp()
 
 
 @pytest.mark.parametrize("seconds", [0, -1.0, float("nan")])
 def test_no_time_to_wait_for_the_ranks_is_refused(seconds):
-    with pytest.raises(SetupError, match=f"init_timeout is {seconds}; expected seconds, more"):
+    with pytest.raises(SetupError, match=f"init_timeout.*{seconds}"):
         setup_ddp(init_timeout=seconds)
 
 
@@ -682,7 +681,7 @@ def test_one_process_wraps_no_model(plain_process):
 
 
 def test_a_model_on_another_device_is_refused(plain_process):
-    with pytest.raises(ValueError, match="weight is on meta; expected cpu"):
+    with pytest.raises(ValueError, match="weight .* meta.* cpu"):
         wrap_ddp(torch.nn.Linear(2, 2, device="meta"), plain_process)
 
 

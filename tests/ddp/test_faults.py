@@ -155,16 +155,17 @@ FAULTS = {
                        lambda running, folder: (folder / "run" / "STOP").touch()),
     "DDP_DEADLINE": Fault("slow", 0, 75, "DDP_DEADLINE"),
 }
-QUICK = {"mpich": ("exception in forward", "SIGUSR1")}
+QUICK = {"mpich": ("SIGUSR1",)}
 FULL = tuple(name for name in FAULTS if not re.search("scancel|srun|USR1 to", name))
-FIVE = ("exception, others busy", "exit code 1", "kill -9 of rank 0", "SIGSTOP", "guard killed",
-        "endless loop")
+# What hangs on the launcher: how it ends the others, passes signals on, and notices the death of a
+# rank or of its guard.
+FIVE = ("exception, others busy", "exit code 1", "kill -9 of rank 0", "SIGSTOP", "guard killed")
 HOSTS = ("exception, others busy", "kill -9 of rank 0", "SIGSTOP", "cable pulled")
 # Of our own launcher those by which it could differ from others.
 OURS = ("exception, others busy", "kill -9 of rank 0", "guard killed", "guard and rank stopped",
         "SIGTERM", "SIGUSR1")
 SLOW = {"ours": OURS,
-        "torchrun": (*(name for name in FULL if name != "SIGUSR1"), "SIGUSR1 to the agent"),
+        "torchrun": (*FIVE, "SIGTERM", "SIGUSR1 to the agent"),
         "mpich": tuple(name for name in FULL if name not in QUICK["mpich"]),
         "openmpi": (*FIVE, "SIGTERM", "SIGUSR1 to all, 2 workers"), "intel": (*FIVE, "SIGTERM"),
         "srun": (*FIVE, "scancel -s TERM", "SIGTERM to srun"),
@@ -515,6 +516,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", folder], check=True)
 
 
+@pytest.mark.slow
 def test_a_save_that_fails_ends_all_with_one_message_and_the_checkpoint_of_before(
         small_disk, table, undisturbed, steps):
     chain = Chain("python", small_disk, undisturbed(1), table, steps)
@@ -532,9 +534,10 @@ def test_a_save_that_fails_ends_all_with_one_message_and_the_checkpoint_of_befor
 
 
 # ---------------------------------------------------------------- Ctrl-C
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher, n, fault, env", [    # by the rank itself, or by its guard
     ("python", 1, "mine and wait()", {"DDP_GUARD": "0"}), ("python", 1, LOCK, {}),
-    slow("mpich", 2, "mine and wait()", {})])
+    ("mpich", 2, "mine and wait()", {})])
 def test_a_second_ctrl_c_ends_at_once_with_130_and_without_a_wall_of_tracebacks(
         launcher, n, fault, env, tmp_path, table):
     chain = Chain(launcher, tmp_path, None, table)
@@ -601,13 +604,14 @@ def test_as_process_1_of_a_container_too_a_rank_is_ended(name, tmp_path, table):
     assert len(re.findall(FAILED, done.stderr, re.M)) == 1, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher, fault, limit, says", [
     ("mpich", "early kill", 300, "FAILED: rank 1 on"),
-    slow("torchrun", "early kill", 300, "FAILED: rank 1 on"),
-    slow("torchrun", "early", 300, "RuntimeError: on purpose"),
-    slow("mpich", "early", 300, "RuntimeError: on purpose"),
+    ("torchrun", "early kill", 300, "FAILED: rank 1 on"),
+    ("torchrun", "early", 300, "RuntimeError: on purpose"),
+    ("mpich", "early", 300, "RuntimeError: on purpose"),
     # its guard does not know yet that Slurm has started this rank: the others wait for this limit
-    slow("srun", "early", INIT, "RuntimeError: on purpose")])
+    ("srun", "early", INIT, "RuntimeError: on purpose")])
 def test_a_rank_that_ends_before_the_ranks_have_met_ends_the_others(
         launcher, fault, limit, says, tmp_path, table, request):
     if launcher == "srun":

@@ -5,38 +5,21 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 
 import pytest
 
 from launchers import (
     GRACE,
-    ROOT,
     ForkedRanks,
-    clean_environment,
+    by_hand,
     fork_ranks,
     free_port,
     own_tracebacks,
+    script,
 )
 from training_runs import needs_pretended_device
 
-HEAD = f"""
-import os, pickle, signal, sys, threading, time
-sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
-from datetime import timedelta
-import ddp_guard
-ddp_guard.supervise()
-import torch
-from ddp_setup import *
-from ddp_watch import watch_run
-"""
 HOST = socket.gethostname()
-
-
-def script(folder, text):
-    (folder / "script.py").write_text(HEAD + text)
-    return folder / "script.py"
 
 
 def run(ranks, text, folder, **env):
@@ -44,11 +27,8 @@ def run(ranks, text, folder, **env):
 
 
 def two_ranks(text, folder, ranks=(0, 1), **env):
-    """ForkedRanks of two, or some of them, which nobody ends when one fails."""
-    here = {"DDP_WORLD_SIZE": 2, "DDP_LOCAL_WORLD_SIZE": 2, "MASTER_PORT": free_port(),
-            "DDP_GUARD": 0, **env}
-    places = {rank: {"DDP_RANK": rank, "DDP_LOCAL_RANK": rank, **here} for rank in ranks}
-    return ForkedRanks([script(folder, text)], folder, places)
+    """ForkedRanks of two, or some of them, without guards."""
+    return by_hand(folder, text, ranks, 2, **{"DDP_GUARD": 0, **env})
 
 
 # ---------------------------------------------------------------- collectives
@@ -324,24 +304,12 @@ def test_the_guard_of_one_of_several_ranks_cancels_their_step_unless_slurm_does(
     (tmp_path / "scancel").write_text("#!/bin/sh\ntouch was_called\n")
     (tmp_path / "scancel").chmod(0o755)
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    env = clean_environment(env={"PATH": path, "PYTHONPATH": ROOT, **STEP_OF_ONE_TASK})
-    subprocess.run([sys.executable, "-m", "ddp_guard", script(tmp_path, text)], cwd=tmp_path,
-                   env=env, timeout=600)
+    fork_ranks(1, [script(tmp_path, text)], tmp_path,
+               {"DDP_GUARD": 1, "PATH": path, **STEP_OF_ONE_TASK})
     assert (tmp_path / "was_called").exists() == cancelled
 
 
 # ---------------------------------------------------------------- checkpoints
-def test_a_checkpoint_that_cannot_be_written_is_an_error_of_all_ranks(tmp_path):
-    done = run(2, """
-with setup_ddp(quiet=True) as ddp:
-    try:
-        save_checkpoint("script.py/under/a/file.pt", ddp, step=1)
-    except RuntimeError as error:
-        print(error, flush=True)
-""", tmp_path)
-    assert done.stdout.count("cannot write script.py/under/a/file.pt: ") == 2, done.text
-
-
 def test_all_ranks_go_back_to_the_former_checkpoint_where_the_newest_is_damaged(tmp_path):
     done = run(2, """
 with setup_ddp(quiet=True) as ddp:
@@ -546,8 +514,3 @@ finally:
 """, tmp_path)
     assert (done.returncode, done.stdout) == (1, "finally\nat exit\n"), done.text
     assert own_tracebacks(done.stderr) == 1, done.text
-
-
-def test_one_process_may_end_without_cleanup(tmp_path):
-    done = run(1, "setup_ddp(quiet=True)\n", tmp_path)
-    assert (done.returncode, done.stderr) == (0, ""), done.text

@@ -2,11 +2,11 @@
 import numpy as np
 import pytest
 import torch
-from test_train_dpo import small_pairs
 
 from dpo.pair_batches import decoding_orders, make_batch, shared_context
 from dpo.pairs import Pair
 from dpo.plan import Plan, plan_epoch
+from dpo_cases import small_pairs
 from mpnn.batches import collate_complexes
 from mpnn_cases import keys, made
 from proteins.letters import encode

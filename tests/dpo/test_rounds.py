@@ -4,15 +4,16 @@ import statistics
 
 import numpy as np
 import torch
-from test_train_dpo import SMALL, run, write_pairs
 
 import score_mutations
+from dpo_cases import run, write_pairs
 from mpnn.model import random_proteinmpnn, to_checkpoint
+from mpnn_cases import SIZES
 from proteins.letters import AMINO_ACIDS
 from proteins.mutations import scan_structure
 from train_dpo_ddp import Config
 from training.config import load_config
-from training_runs import one_thread, words  # noqa: F401 (a fixture for all)
+from training_runs import words
 
 PLATE = 24
 PER_POSITION = 3
@@ -46,7 +47,7 @@ def propose(weights, out):
 def test_three_rounds_find_better_variants_than_a_random_plate(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_pairs(tmp_path, 24)
-    model = random_proteinmpnn(3, **SMALL)
+    model = random_proteinmpnn(3, **SIZES)
     torch.save(to_checkpoint(model), "w.pt")
     value_of = hidden_values()
     plate = list(np.random.default_rng(0).permutation(sorted(value_of))[:PLATE])

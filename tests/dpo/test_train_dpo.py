@@ -4,7 +4,6 @@ import copy
 import json
 import math
 import re
-import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import get_args
@@ -14,7 +13,6 @@ import pytest
 import torch
 
 import dpo.reference
-import test_proteinmpnn_model
 import train_dpo_ddp
 from ddp_setup import Ddp, load_checkpoint
 from dpo.data import load_data
@@ -32,21 +30,23 @@ from dpo.pair_scores import (
 from dpo.pairs import Pair, read_pairs
 from dpo.plan import Plan
 from dpo.reference import FrozenBase
-from launchers import fork_ranks, need, read_status, run_ranks
+from dpo_cases import TINY, run, run_of, small_pairs, tiny, write_pairs
+from launchers import Printed, fork_ranks, need, read_status, run_ranks
 from mpnn.base import Base
 from mpnn.model import ProteinMPNN, from_checkpoint, random_proteinmpnn, to_checkpoint
 from mpnn.record import TrainingRecord, find_base, read_record
 from mpnn.weights import load_proteinmpnn
-from mpnn_cases import Atoms
+from mpnn_cases import SIZES, each_case, graph_of, near, official_numbers
 from proteins.letters import X_ID, decode
-from proteins.structures import NAMES, Complex, Structure, read_structure
-from test_proteinmpnn_model import each_case, graph_of, near
+from proteins.structures import Complex, read_structure
+from tool_runs import run_tool
 from train_dpo_ddp import (
     Config,
     Loss,
     MicroBatchDataset,
     describe_plan,
     loss_of_pairs,
+    main,
     micro_batch_loss,
     preference_loss,
     prepare,
@@ -55,16 +55,13 @@ from train_dpo_ddp import (
 from training.config import load_config
 from training.loop import MicroBatchSampler
 from training.resume import hash_of
-from training_runs import (  # noqa: F401 (the fixture one_thread)
+from training_runs import (
     ROOT,
     assert_refused,
-    command_lines,
     driver,
     equal,
     gradients,
     on_ranks,
-    one_thread,
-    prepare_and_train,
     rows,
     same_run,
     timeless,
@@ -74,32 +71,19 @@ from training_runs import (  # noqa: F401 (the fixture one_thread)
 
 SCRIPT = ROOT / "train_dpo_ddp.py"
 DEMO = ROOT / "configs" / "dpo_demo.yaml"
-SMALL = {"hidden_size": 16, "n_encoder": 1, "n_decoder": 1, "num_edges": 8}
-TINY = {"training.batch_size": 3, "training.accum": 2, "training.n_iters": 12,
-        "training.log_freq": 1, "optim.lr": 3e-3, "optim.warmup": 3,
-        "model.base_model_name": "random", "data.demo_structures": 6, "data.demo_pairs": 5,
-        **{f"model.random.{k}": v for k, v in SMALL.items()}}
-
-
-def tiny(**more):
-    return load_config(Config, None, words(TINY, **more))
-
-
-def run(config, work_dir, **options):
-    return prepare_and_train(train_dpo_ddp, config, Ddp(), work_dir, **options)
-
-
 def best_of(work_dir):
     return torch.load(work_dir / "best_model.pt", weights_only=True)
 
 
 # ---- losses ----
 
-fixture = test_proteinmpnn_model.fixture    # the numbers of the official code
+@pytest.fixture(scope="module")
+def official(shared):
+    return official_numbers(shared)
 
 
 def batch_of(inputs, order):
-    """The pair of a fixture, as make_batch lays it out."""
+    """The pair of a case, as make_batch lays it out."""
     weight = inputs["mask"] * inputs["chain_M_full"]
     return {"S": torch.cat([inputs["S_chosen"], inputs["S_rejected"]]),
             "order": order.expand(2, -1), "scored": weight, "n_scored": weight.sum(1),
@@ -117,10 +101,10 @@ def preferences(scores, reference, batch, loss):
 
 
 @torch.no_grad()
-def test_losses_have_the_values_of_the_official_model(fixture):
+def test_losses_have_the_values_of_the_official_model(official):
     names = {"ipo": "ipo_sum", "ipo_norm": "ipo_mean", "conservative": "conservative_ls0p1",
              "robust": "robust_ls0p1", "simpo": "simpo_b2_g0p5"}    # of the fixture
-    for case, inputs, *models in each_case(fixture, "dpo"):
+    for case, inputs, *models in each_case(official, "dpo"):
         batch = batch_of(inputs, inputs["decoding_order"])
         reference, policy = (score_pairs(scored(model, inputs, batch), batch, 1)[0]
                              for model in models)
@@ -134,13 +118,13 @@ def test_losses_have_the_values_of_the_official_model(fixture):
                  **(dict(rtol=1e-3) if name == "ipo" else dict(atol=3e-4)))
 
 
-def test_loss_and_gradient_in_order_are_those_of_the_original(fixture):
+def test_loss_and_gradient_in_order_are_those_of_the_original(official):
     # The original adds 1e-20 to probabilities, which some reach at temperature 0.1: undone here, as
     # ours does not.
     def floor(log_probs, T):
         return T * ((log_probs / T).softmax(-1) + 1e-20).log()
 
-    for case, inputs, reference, policy in each_case(fixture, "invfold"):
+    for case, inputs, reference, policy in each_case(official, "invfold"):
         batch = batch_of(inputs, torch.arange(inputs["S"].shape[1])[None])
         for name, T in (("T0p1", 0.1), ("T1p0", 1.0)):
             with torch.no_grad():
@@ -200,45 +184,11 @@ def test_sft_adds_the_mean_negative_log_probability_and_diversity_takes_off_the_
 
 # ---- batches and orders ----
 
-def small_pairs():
-    """Pairs of different lengths and weights; some with fixed positions, unresolved rows, a context
-    chain."""
-    pairs = []
-    random = np.random.default_rng(0)
-    chains = []
-    for i, pair in enumerate(demo_pairs(seed=3, n_structures=4, pairs_per_structure=4)):
-        mask = pair.chain_M
-        if i % 4 == 0:   # not ideal backbones: there, neighbours lie at equal distances
-            chain = pair.complex.structure.chains["A"]
-            X = chain.X + random.normal(0, 0.3, chain.X.shape).astype(np.float32)
-            chains.append(replace(chain, X=X))
-            complex = Complex(Structure(f"s{i}", {"A": chains[-1]}), ["A"])
-        elif i % 4 == 1:
-            mask = random.random(len(mask)) < 0.5
-        pairs.append(Pair(complex, np.where(mask, pair.chosen, pair.rejected), pair.rejected, mask))
-    one, other, *_ = chains
-    other = replace(other, S=np.where(np.arange(len(other.S)) % 9 == 4, X_ID, other.S))
-    two = Complex(Structure("two", {
-        "A": replace(one, resolved=np.arange(len(one.S)) % 7 != 3),
-        "B": replace(other, X=other.X + np.float32(20))}), ["A"], ["B"])
-    pairs += [Pair(two, pairs[k].chosen, pairs[k].rejected, pairs[k].chain_M) for k in (0, 2, 3)]
-    for i, pair in enumerate(pairs):
-        pair.weight = (1 + i % 3) / 64   # of float32 without rounding
-    return pairs
-
-
 def networks(config):
     """(policy, FrozenBase, pairs) of small_pairs; policy and base have other weights."""
     pairs = small_pairs()
-    (policy, base) = (random_proteinmpnn(k, **SMALL) for k in (2, 1))
+    (policy, base) = (random_proteinmpnn(k, **SIZES) for k in (2, 1))
     return policy, FrozenBase(Base(base, "random", "hash"), pairs, torch.device("cpu")), pairs
-
-
-def run_of(config, policy, base, pairs, loss_of=loss_of_pairs):
-    """What a run has for its loss and its validation, on these pairs."""
-    return SimpleNamespace(config=config, loss_function=loss_of, base=base, bare=policy,
-                           model=policy, dtype=torch.float32,
-                           validation=MicroBatchDataset(pairs, config))
 
 
 @torch.no_grad()
@@ -376,7 +326,7 @@ def gradients_of(ddp, by_definition=False):
 
 def test_any_number_of_ranks_makes_the_gradient_of_the_weighted_mean(tmp_path):
     expected = gradients_of(Ddp(), by_definition=True)
-    for n in (1, 2, 3, 4):   # three share the micro-batches unevenly
+    for n in (3, 4):   # three share the micro-batches unevenly
         of_ranks = on_ranks(n, "test_train_dpo", "gradients_of(ddp)", tmp_path)
         for a, b in zip(of_ranks, expected, strict=True):
             for name in b:   # structures are kept in float32
@@ -407,20 +357,11 @@ def test_the_same_global_batch_gives_the_same_losses_and_metrics_under_any_launc
 
 # ---- stop and go on ----
 
-def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
-    for order in ("random", "fixed"):
-        often = dict(training__eval_freq=4, training__snapshot_freq=4, loss__order=order,
-                     model__dropout=0.1)
-        run(tiny(**often), tmp_path / order)
-        # in the middle of an epoch of 5
-        run(tiny(training__n_iters=4, **often), tmp_path / f"{order} parts")
-        shutil.rmtree(tmp_path / f"{order} parts" / "reference")
-        run(tiny(**often), tmp_path / f"{order} parts")
-        same_run(tmp_path / order, tmp_path / f"{order} parts")
-    seen = {row["step"]: row.get("seen/pairs") for row in rows(tmp_path / "random parts")}
-    pairs = load_checkpoint(str(tmp_path / "random" / "checkpoints" / "last.pt"))["data"]["n"]
-    assert (seen[5], seen[10]) == (pairs, 2 * pairs)   # at the ends of epochs
-    assert rows(tmp_path / "random")[-1]["loss"] != rows(tmp_path / "fixed")[-1]["loss"]
+def test_each_pair_is_seen_once_an_epoch(tmp_path):
+    run(tiny(training__n_iters=10), tmp_path)
+    seen = {row["step"]: row.get("seen/pairs") for row in rows(tmp_path)}
+    pairs = load_checkpoint(str(tmp_path / "checkpoints" / "last.pt"))["data"]["n"]
+    assert (seen[5], seen[10]) == (pairs, 2 * pairs)   # at the ends of epochs of 5 steps
 
 
 def test_a_resume_is_refused_for_other_pairs_or_base_weights_or_spoilt_ones(tmp_path):
@@ -428,10 +369,10 @@ def test_a_resume_is_refused_for_other_pairs_or_base_weights_or_spoilt_ones(tmp_
     state = load_checkpoint(str(tmp_path / "w" / "checkpoints" / "last.pt"))
     spoilt = {**state["model"], "W_out.bias": torch.full((21,), math.nan)}
     for other, text in (
-            ({**state, "base": "0"}, "trained from other base weights"),
-            ({**state, "model": spoilt}, "1 tensors .* infinite numbers, first W_out.bias"),
+            ({**state, "base": "0"}, "base weights"),
+            ({**state, "model": spoilt}, "W_out.bias"),
             ({**state, "data": {"n": 3, "hash": "0"}},
-             "other pairs, or in another order.*--base_model_name .*latest_model.pt")):
+             "pairs.*--base_model_name .*latest_model.pt")):
         torch.save(other, tmp_path / "other.pt")
         with pytest.raises(ValueError, match=text):
             run(tiny(), tmp_path / "new", resume=tmp_path / "other.pt")
@@ -460,7 +401,7 @@ def test_a_run_that_no_longer_improves_stops_early_and_keeps_the_base_weights(tm
                for row in rows(tmp_path / "w")[1:])
     best = best_of(tmp_path / "w")
     assert best["step"] == 0
-    assert equal(dict(best["model_state_dict"]), dict(random_proteinmpnn(0, **SMALL).state_dict()))
+    assert equal(dict(best["model_state_dict"]), dict(random_proteinmpnn(0, **SIZES).state_dict()))
 
 
 def test_without_validation_the_last_weights_are_the_only_result(tmp_path, capsys):
@@ -819,27 +760,17 @@ def test_the_plan_scales_the_rate_in_which_the_decay_ends():
     assert re.search(r"learning rate +min_lr .*\n +4 +16 +1.2e-06 +1.2e-07 +40\n", text)
 
 
-def write_pairs(folder, n=None):
-    """Write pairs.json, 6 pairs on 3 structures of all, or n, residues."""
-    entries = []
-    for i, pair in enumerate(demo_pairs(seed=5, n_structures=3, pairs_per_structure=2)):
-        atoms = Atoms()
-        for number, (xyz, letter) in enumerate(zip(pair.complex.X[:n], pair.complex.S), 1):
-            atoms.add("A", number, NAMES[letter], xyz=xyz)
-        (folder / f"s{i // 2}.pdb").write_text(atoms.pdb())
-        entries.append({"pdb_file": f"s{i // 2}.pdb", "preferred_seq": decode(pair.chosen[:n]),
-                        "unpreferred_seq": decode(pair.rejected[:n]), "chain_id": "A"})
-    (folder / "pairs.json").write_text(json.dumps(entries))
-
-
 @pytest.fixture
 def files(tmp_path):
     """A folder with pairs.json and base weights."""
     write_pairs(tmp_path)
     (tmp_path / "w").mkdir()
-    torch.save(to_checkpoint(random_proteinmpnn(0, noise_level=0.2, **SMALL)),
+    torch.save(to_checkpoint(random_proteinmpnn(0, noise_level=0.2, **SIZES)),
                tmp_path / "w" / "v_48_020.pt")
     return tmp_path
+
+
+USUAL = "--train_data pairs.json --base_model_dir w --output_dir new --num_epochs 1"
 
 
 def test_runs_from_files_as_the_original_was_called_and_with_positions_on_the_command_line(files):
@@ -847,25 +778,25 @@ def test_runs_from_files_as_the_original_was_called_and_with_positions_on_the_co
     for entry in entries:
         entry["unpreferred_seq"] = entry["preferred_seq"][:4] + "GGGGG" + entry["preferred_seq"][9:]
     (files / "few.json").write_text(json.dumps(entries))
-    few = "--train_data few.json --base_model_dir w --num_epochs 1".split()
-    plain, again, by_number, by_index = command_lines("train_dpo_ddp", [
-        ("--train_data pairs.json --base_model_dir w --num_epochs 2 --lr 1e-3 --no_cuda "
-         "--batch_size 2 --output_dir out --base_model_config_dir cfg").split(),
-        ("--train_data few.json --num_epochs 1 --base_model_name out/best_model.pt "
-         "--work_dir again").split(),   # from the weights of a former run
-        [*few, "--output_dir", "a", "--mutable_positions", "A5-A9"],
-        [*few, "--output_dir", "b", "--mutable_ranges", "4-8", "optim.lr=3e-6"]], files)
-    assert plain[0] == 0 and "--base_model_config_dir cfg is ignored" in plain[1], plain
+    few = "--train_data few.json --base_model_dir w --num_epochs 1"
+    plain, again, by_number, by_index = [run_tool(main, line, files) for line in (
+        "--train_data pairs.json --base_model_dir w --num_epochs 2 --lr 1e-3 --no_cuda "
+        "--batch_size 2 --output_dir out --base_model_config_dir cfg",
+        "--train_data few.json --num_epochs 1 --base_model_name out/best_model.pt "
+        "--work_dir again",   # from the weights of a former run
+        f"{few} --output_dir a --mutable_positions A5-A9",
+        f"{few} --output_dir b --mutable_ranges 4-8 optim.lr=3e-6")]
+    assert plain.code == 0 and "--base_model_config_dir cfg is ignored" in plain.out, plain.text
     for said in ("6 pairs on 3 structures", "4 pairs for training, 2 of other families (of ",
                  "v_48_020.pt, trained with 0.2 Angstrom of noise"):
-        assert said in plain[1]
+        assert said in plain.out
     model = load_proteinmpnn(files / "out" / "latest_model.pt")
     assert model.noise_level == 0.2 and model.num_edges == 8
     best = load_proteinmpnn(files / "out" / "best_model.pt")
     state = load_checkpoint(str(files / "again" / "checkpoints" / "last.pt"))
-    assert again[0] == 0 and state["base"] == hash_of(best.state_dict())
-    assert "5 positions by chain and number in the file: A5-A9" in " ".join(by_number[1].split())
-    assert by_index[0] == 0 and rows(files / "a")[0] == rows(files / "b")[0]
+    assert again.code == 0 and state["base"] == hash_of(best.state_dict())
+    assert "5 positions by chain and number in the file: A5-A9" in Printed(by_number.out)
+    assert by_index.code == 0 and rows(files / "a")[0] == rows(files / "b")[0]
     first = rows(files / "a")[0]
     assert -5 * 6 < first["val/logps/chosen"] < -5   # of 5 residues, not of 30
     assert first["val/logps/chosen_per_residue"] == pytest.approx(first["val/logps/chosen"] / 5)
@@ -880,27 +811,25 @@ def test_equal_weights_score_peptides_alike_to_the_last_bit(tmp_path):
     assert rows(tmp_path / "out")[0]["val/rewards/accuracies"] == 0
 
 
-def test_bad_input_is_refused_with_one_message_and_leaves_nothing(files):
+@pytest.mark.parametrize("line, named", [
+    ("--output_dir new", "data.train_data"),
+    ("--output_dir new data.train_data=\"''\"", "data.train_data"),
+    (f"{USUAL} --mutable_ranges training.accum=2", "data.mutable_ranges"),
+    (f"{USUAL} --beta 1e-300", "loss.beta 1e-300"),
+    (f"{USUAL} training.n_iters=4", "--num_epochs 1 training.n_iters 4"),
+    (f"{USUAL} loss.label_smoothing=0.2", "loss.label_smoothing sigmoid robust conservative"),
+    (f"{USUAL} loss.name=simpo loss.reference=unfolded", "simpo loss.reference unfolded"),
+    (f"{USUAL} model.random.hidden_size=64", "model.random"),
+    (f"{USUAL} --train_data short.json --val_data none.json --base_model_name v_48_031",
+     "short.json 0 none.json w/v_48_031.pt --base_model_dir"),   # all at once
+    (f"{USUAL} --train_data one.json", "--val_data"),
+    (f"{USUAL} training.accum=9", "9"),
+    (f"{USUAL} --no_cuda --device cuda", "--no_cuda --device cuda")])
+def test_input_that_cannot_be_used_is_refused_and_writes_nothing(line, named, files):
     entries = json.loads((files / "pairs.json").read_text())
     (files / "short.json").write_text(json.dumps([{**entries[0], "preferred_seq": "ACD"}]))
     (files / "one.json").write_text(json.dumps(entries[:1]))
-    base = "--train_data pairs.json --base_model_dir w --output_dir new --num_epochs 1 "
-    assert_refused("train_dpo_ddp", [
-        ("", "data.train_data is not given"),
-        ("""data.train_data="''" """, "data.train_data is empty"),
-        (base + "--mutable_ranges training.accum=2", "data.mutable_ranges is empty"),
-        (base + "--beta 1e-300", "loss.beta is 1e-300; expected at least 1e-06"),
-        (base + "training.n_iters=4", "--num_epochs 1 with training.n_iters 4"),
-        (base + "loss.label_smoothing=0.2", "loss.name robust or conservative"),
-        (base + "loss.name=simpo loss.reference=unfolded", "loss.name simpo uses no reference"),
-        (base + "model.random.hidden_size=64", "expected no model.random"),
-        (base + "--train_data short.json --val_data none.json --base_model_name v_48_031",
-         # all at once
-         "item 0", "lengths differ", "none.json does not exist", "no file w/v_48_031.pt",
-         "github.com/dauparas/ProteinMPNN", "--base_model_dir FOLDER"),
-        (base + "--train_data one.json", "none can be held out", "--val_data"),
-        (base + "training.accum=9", "9 micro-batches"),
-        (base + "--no_cuda --device cuda", "--no_cuda with --device cuda")], files)
+    assert_refused(main, line, named, files)
 
 
 def test_two_ranks_refuse_files_that_differ(files):
@@ -908,7 +837,7 @@ def test_two_ranks_refuse_files_that_differ(files):
     for rank, own in enumerate((entries, entries[::-1])):
         (files / f"pairs{rank}.json").write_text(json.dumps(own))
         (files / f"w{rank}").mkdir()
-        torch.save(to_checkpoint(random_proteinmpnn(rank, **SMALL)),
+        torch.save(to_checkpoint(random_proteinmpnn(rank, **SIZES)),
                    files / f"w{rank}" / "v_48_020.pt")
     script = driver(files, "train_dpo_ddp", """
 sys.argv += ["--train_data", f"pairs{rank}.json", "--base_model_dir", f"w{rank}"]

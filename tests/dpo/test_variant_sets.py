@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from dpo.variant_sets import VariantSet, draw_pairs, draw_variants, make_batch
-from test_variants import random_complex
+from mpnn_cases import random_complex
 from train_dpo_ddp import Config, Loss, Table
 
 

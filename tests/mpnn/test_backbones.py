@@ -123,7 +123,7 @@ def test_long_structures_that_fill_no_step_are_left_out_at_random():
 
 
 def test_fewer_structures_than_micro_batches_are_refused():
-    with pytest.raises(ValueError, match="found 3 structures .* for 4 micro-batches"):
+    with pytest.raises(ValueError, match="3 .* 4 "):
         Plan(of_lengths([100] * 3), 0, 4, 2500)
 
 

@@ -24,9 +24,10 @@ from mpnn.model import (
 from mpnn.weights import load_proteinmpnn
 from mpnn_cases import ABSENT, BACKBONE, Atoms, changed, refusal, write
 from proteins.structures import NAMES, read_structure
+from tool_runs import assert_refused
 from train_dpo_ddp import Config
 from training.config import load_config
-from training_runs import losses, one_thread, prepare_and_train, same_run  # noqa: F401 (the fixture one_thread)
+from training_runs import losses, prepare_and_train
 
 SMALL = {"hidden_size": 8, "n_encoder": 1, "n_decoder": 1, "num_edges": 8}
 
@@ -148,9 +149,7 @@ def test_a_residue_without_ca_is_unresolved_for_a_ca_only_model(tmp_path):
 
 @pytest.mark.parametrize("name", ["ca.pdb", "ca.cif"])
 def test_a_file_of_ca_atoms_is_refused_for_full_backbones_with_what_to_do(files, name):
-    said = refusal(files / name, read_structure)
-    assert "has CA atoms only" in said
-    assert "ca/v_48_020" in said
+    assert "ca/v_48_020" in refusal(files / name, read_structure)
 
 
 # ---- sampling and training ----
@@ -190,10 +189,9 @@ def test_chains_of_ca_atoms_that_a_full_model_leaves_out_are_named(sample, weigh
     assert "chains A have CA atoms only" in said
 
 
-def test_a_chain_of_ca_atoms_is_refused_for_design_by_a_full_model(sample, weights, files):
-    code, _, said = sample(weights / "full.pt", files / "mixed.pdb", "--chains", "A")
-    assert code == 2
-    assert "give weights of a CA-only model" in said
+def test_a_chain_of_ca_atoms_is_refused_for_design_by_a_full_model(weights, files):
+    words = [weights / "full.pt", files / "mixed.pdb", "--chains", "A"]
+    assert_refused(sample_proteinmpnn.main, words, "A CA-only", files)
 
 
 @pytest.mark.parametrize("options", [["--mutations", "list.csv"], ["--scan"]])
@@ -205,12 +203,10 @@ def test_variants_of_a_file_of_ca_atoms_are_scored(weights, files, demo, options
     assert len(capsys.readouterr().out.splitlines()) > 1
 
 
-def test_a_correction_by_weights_of_the_other_kind_is_refused(weights, files, capsys):
-    with pytest.raises(SystemExit) as end:
-        score_mutations.main([*map(str, (weights / "ca.pt", files / "all.pdb", "--scan",
-                                         "--correction_weights", weights / "full.pt"))])
-    assert end.value.code == 2
-    assert "expected all of one kind" in capsys.readouterr().err
+def test_a_correction_by_weights_of_the_other_kind_is_refused(weights, files):
+    words = [weights / "ca.pt", files / "all.pdb", "--scan", "--correction_weights",
+             weights / "full.pt"]
+    assert_refused(score_mutations.main, words, "ca.pt full.pt CA-only", files)
 
 
 def pairs_file(folder, demo, pdb_file):
@@ -253,11 +249,6 @@ def test_tuned_ca_only_weights_have_the_layout_of_their_file(tune, weights):
     before = torch.load(weights / "ca.pt", weights_only=True)["model_state_dict"]
     assert list(torch.load(written, weights_only=True)["model_state_dict"]) == list(before)
     assert load_proteinmpnn(written).ca_only
-
-
-def test_a_resumed_run_of_a_ca_only_model_equals_an_uninterrupted_one(tune):
-    tune(2, "parts")
-    same_run(tune(3, "whole"), tune(3, "parts"))
 
 
 def test_unused_tensors_of_a_file_are_written_as_they_were_read():

@@ -17,6 +17,7 @@ from mpnn.model import random_proteinmpnn, to_checkpoint
 from mpnn.weights import load_proteinmpnn
 from mpnn_cases import Atoms
 from proteins.structures import NAMES
+from tool_runs import assert_refused
 
 LETTERS = "ACDEFGHIKLMNPQRSTVWY"
 NATIVE = "MKTAYIAKQRQISFVKSHFSRQ"       # 22 residues, numbered from 10 in the files
@@ -78,6 +79,20 @@ def sample(weights, capsys):
         assert end_code == code, err
         return out, Printed(err)
     return run
+
+
+@pytest.fixture
+def refuses(weights, tmp_path):
+    """Function (words after the weights, words that the refusal names) -> what it says. In the
+    current folder: w.pt, one.pdb, dimer.pdb."""
+    (tmp_path / "w.pt").write_bytes(weights.read_bytes())
+    write_pdb(tmp_path / "one.pdb", {"A": NATIVE})
+    write_pdb(tmp_path / "dimer.pdb", {"A": NATIVE, "B": NATIVE})
+
+    def check(words, named, checkpoint="w.pt"):
+        return assert_refused(sample_proteinmpnn.main, f"{checkpoint} {words}", named, tmp_path)
+
+    return check
 
 
 def read(text):
@@ -288,23 +303,21 @@ def test_without_a_file_score_only_scores_the_native_sequence(sample, pdb):
     assert others == []
 
 
-def test_sequences_that_do_not_fit_are_named_all_at_once(sample, pdb, tmp_path):
+def test_sequences_that_do_not_fit_are_named_all_at_once(refuses, tmp_path):
     (tmp_path / "s.fasta").write_text(f">a\nMK\n>b\n{NATIVE}\n>c\n{NATIVE[:-1]}1\n")
-    said = sample(pdb, "--score_only", tmp_path / "s.fasta", code=2)[1]
+    said = refuses("one.pdb --score_only s.fasta", "s.fasta 1 a 3 c")
     assert re.findall(r"sequence (\d)", said) == ["1", "3"]
 
 
 @pytest.mark.parametrize("option", ["--out", "--out_folder"])
-def test_an_output_that_cannot_be_written_is_refused_before_the_work(sample, pdb, option):
-    said = sample(pdb, option, "/proc/new", code=2)[1]
-    assert "sample_proteinmpnn.py: error: [Errno 2] No such file or directory: '/proc/" in said
+def test_an_output_that_cannot_be_written_is_refused_before_the_work(refuses, option):
+    refuses(f"one.pdb {option} /proc/new", "/proc")
 
 
-def test_structures_that_cannot_be_read_are_named_all_at_once(sample, pdb):
+def test_structures_that_cannot_be_read_are_named_all_at_once(refuses, tmp_path):
     for name in ("x.pdb", "y.pdb"):
-        (pdb.parent / name).write_text("END\n")
-    said = sample(pdb.parent, code=2)[1]
-    assert re.findall(r"(\w+)\.pdb\s+cannot\s+be\s+read", said) == ["x", "y"]
+        (tmp_path / name).write_text("END\n")
+    refuses(".", "x.pdb y.pdb")
 
 
 def test_a_residue_that_is_none_of_the_20_is_told_by_its_name(sample, pdb):
@@ -320,10 +333,10 @@ def test_the_scores_of_designs_are_told_from_those_of_the_published_tool(sample,
     assert "0.08 lower" not in sample(pdb, "--score_only")[1]
 
 
-def test_a_file_of_parsed_structures_is_refused_by_its_name(sample, pdb):
-    file = pdb.parent / "parsed_pdbs.jsonl"
-    file.write_text(json.dumps({"seq": NATIVE, "name": "one", "num_of_chains": 1}) + "\n")
-    assert "parsed_pdbs.jsonl of the published tool" in sample(file, code=2)[1]
+def test_a_file_of_parsed_structures_is_refused_by_its_name(refuses, tmp_path):
+    entry = {"seq": NATIVE, "name": "one", "num_of_chains": 1}
+    (tmp_path / "parsed_pdbs.jsonl").write_text(json.dumps(entry) + "\n")
+    refuses("parsed_pdbs.jsonl", "parsed_pdbs.jsonl")
 
 
 def test_gaps_are_left_out_of_their_groups(sample, tmp_path):
@@ -375,50 +388,54 @@ def test_backbone_noise_moves_the_atoms_that_are_there_alone():
     assert torch.equal(moved, (X != 0).all(-1).expand(2, -1, -1))
 
 
-BAD = {                                                     # arguments: words of the message
-    "--chains A --fixed_chains A": "chain A is to be designed and to be fixed",
-    "--fixed_positions A12 --mutable_positions A13": "not allowed with argument",
-    "--fixed_positions 0-43": "no position is left to design",
-    "--tied_positions A12": "at least two parts",
-    "--tied_positions A12,,B12": "positions '': expected some",
-    "--tied_positions A12,B12 --fixed_positions A12": "A12 (fixed), B12 (designed)",
-    "--tied_positions A12,B12 --chains A": "position B12 is not there",
-    "--homomer --chains A": "share no residue number",
-    "--bias W=0 W=2": "found W twice",
-    "--temperature warm": "found --temperature warm",
-    "--score_only good.fasta --num 3": "found --num with --score_only",
-    "--score_only none.fasta": "--score_only: there is no file none.fasta",
-    "--score_only short.fasta": "chains of [22, 21] letters; expected [22, 22]",
-    "--score_only lower.fasta": "'m' at A10",
-    "--score_only unknown.fasta": "'X' at A11 (position 1, 0-based)",
-    "--seed 9223372036854775808": "expected at most"}
-
-
-@pytest.mark.parametrize("text, words", BAD.items())
-def test_bad_input_is_one_clear_error_that_leaves_no_file(
-        sample, dimer, tmp_path, monkeypatch, text, words):
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.parametrize("words, named", [
+    ("--chains A --fixed_chains A", "chain A"),
+    ("--fixed_positions A12 --mutable_positions A13", "--fixed_positions --mutable_positions"),
+    ("--fixed_positions 0-43", "--fixed_positions"), ("--tied_positions A12", "A12"),
+    ("--tied_positions A12,,B12", "--tied_positions A12,,B12"),
+    ("--tied_positions A12,B12 --fixed_positions A12", "A12 B12"),
+    ("--tied_positions A12,B12 --chains A", "B12"), ("--homomer --chains A", "--homomer"),
+    ("--bias W=0 W=2", "--bias W"), ("--temperature warm", "--temperature warm"),
+    ("--score_only good.fasta --num 3", "--num --score_only"),
+    ("--score_only none.fasta", "none.fasta"), ("--score_only short.fasta", "short.fasta 22 21"),
+    ("--score_only lower.fasta", "'m' A10"), ("--score_only unknown.fasta", "'X' A11 1"),
+    ("--num 0", "--num 0"), ("--orders 0", "--orders 0"), ("--batch_size -1", "--batch_size -1"),
+    ("--backbone_noise 11", "--backbone_noise 11"), ("--omit J", "--omit J"),
+    (f"--seed {2**63}", f"--seed {2**63}"),
+    ("--model_name v_48_020", "--model_name"),      # of the published tool, for the weights
+    ("--path_to_model_weights weights/", "--path_to_model_weights"),
+    ("--use_soluble_model", "--use_soluble_model"), ("--ca_only", "--ca_only")])
+def test_what_cannot_be_done_is_refused(refuses, tmp_path, words, named):
     for name, letters in {"good": f"{NATIVE}/{NATIVE}", "short": f"{NATIVE}/{NATIVE[1:]}",
                           "lower": f"m{NATIVE[1:]}/{NATIVE}",
                           "unknown": f"MX{NATIVE[2:]}/{NATIVE}"}.items():
         (tmp_path / f"{name}.fasta").write_text(f">a\n{letters}\n")
-    before = sorted(tmp_path.iterdir())
-    out, err = sample(dimer, "--out", tmp_path / "new.fasta", *text.split(), code=2)
-    assert words in err and out == "" and "Traceback" not in err
-    assert sorted(tmp_path.iterdir()) == before
+    refuses(f"dimer.pdb --out new.fasta {words}", named)
 
 
-def test_a_call_without_a_structure_is_refused(sample):
-    assert "found no structure" in sample(code=2)[1]
+@pytest.mark.parametrize("words, named", [
+    ("", "structure"), ("old.fasta", "old.fasta"), ("none.pdb", "none.pdb"),
+    ("one.pdb shifted.pdb one.pdb shifted.pdb", "one.pdb"), ("one.pdb empty", "empty"),
+    ("one.pdb shifted.pdb --chains B", "one.pdb --chains B"),
+    ("shifted.pdb --homomer", "A10 M B10 K"), ("one.pdb --out old.fasta --out_folder d",
+                                               "--out --out_folder"),
+    ("one.pdb --out one.pdb", "one.pdb"), ("one.pdb --out link.pdb", "one.pdb"),
+    ("one.pdb --out w.pt", "w.pt"), ("one.pdb --out pipe", "pipe"),
+    ("one.pdb --out ./one.pdb", "one.pdb"),
+    ("one.pdb --score_only old.fasta --out old.fasta", "old.fasta")])
+def test_files_that_cannot_be_used_are_refused(words, named, refuses, tmp_path):
+    (tmp_path / "old.fasta").write_text(f">a\n{NATIVE}\n")
+    write_pdb(tmp_path / "shifted.pdb", {"A": "MKTAY", "B": "KTAYM"})
+    (tmp_path / "empty" / "folder.pdb").mkdir(parents=True)
+    (tmp_path / "empty" / "._one.pdb").write_text("of macOS")
+    (tmp_path / "link.pdb").symlink_to(tmp_path / "one.pdb")
+    os.mkfifo(tmp_path / "pipe")
+    refuses(words, named)
 
 
-@pytest.mark.parametrize("option", [
-    "--model_name v_48_020", "--path_to_model_weights weights/", "--use_soluble_model",
-    "--ca_only"])
-def test_an_option_of_the_published_tool_for_weights_names_the_first_argument(
-        sample, pdb, option):
-    said = sample(*option.split(), "--pdb_path", pdb, code=2)[1]
-    assert "expected the weights as the first argument" in said
+def test_a_file_that_holds_no_weights_is_refused(refuses, tmp_path):
+    (tmp_path / "bad.pt").write_bytes(b"not weights")
+    refuses("one.pdb --out new.fasta", "bad.pt", checkpoint="bad.pt")
 
 
 TRIMER = {"A": NATIVE, "B": NATIVE, "C": NATIVE}     # of numbers 10 to 31
@@ -429,17 +446,17 @@ TRIMER = {"A": NATIVE, "B": NATIVE, "C": NATIVE}     # of numbers 10 to 31
     ("--fixed_positions", "A12 B12", "C12"), ("--fixed_positions", "2 5-7", "24 27-29 46 49-51"),
     ("--mutable_positions", "A12 A15-A17", "B12 B15-B17 C12 C15-C17")])
 def test_a_homomer_fixed_in_one_copy_gets_the_words_for_the_others(
-        sample, tmp_path, option, words, lacking):
+        sample, refuses, tmp_path, option, words, lacking):
     trimer = write_pdb(tmp_path / "trimer.pdb", TRIMER)
-    said = sample(trimer, "--homomer", option, *words.split(), code=2)[1]
-    assert f"add {lacking} to {option}." in said
+    said = refuses(f"trimer.pdb --homomer {option} {words}", option)
+    assert lacking in said
     sample(trimer, "--homomer", option, *words.split(), *lacking.split())
 
 
-def test_words_for_other_copies_hold_no_range_over_a_gap_in_the_numbers(sample, tmp_path):
-    dimer = write_pdb(tmp_path / "dimer.pdb", {"A": NATIVE, "B": NATIVE[:3] + "-" + NATIVE[4:]})
-    said = sample(dimer, "--homomer", "--fixed_positions", "A11", "A12", "A14", code=2)[1]
-    assert "add B11-B12 B14 to --fixed_positions." in said
+def test_words_for_other_copies_hold_no_range_over_a_gap_in_the_numbers(refuses, tmp_path):
+    write_pdb(tmp_path / "gap.pdb", {"A": NATIVE, "B": NATIVE[:3] + "-" + NATIVE[4:]})
+    said = refuses("gap.pdb --homomer --fixed_positions A11 A12 A14", "--fixed_positions")
+    assert "B11-B12 B14" in said
 
 
 def test_where_designs_have_x_is_told_after_them(sample, tmp_path):
@@ -461,45 +478,6 @@ def test_no_line_of_what_is_said_is_wider_than_80_columns_but_for_a_path(sample,
     assert [line for line in wide if str(tmp_path) not in line and "small.pt" not in line] == []
 
 
-@pytest.mark.parametrize("published, ours", [
-    ("--pdb_path dimer.pdb", "dimer.pdb"),
-    ("dimer.pdb --pdb_path_chains B", "dimer.pdb --chains B"),
-    ("dimer.pdb --num_seq_per_target 2", "dimer.pdb --num 2"),
-    ("dimer.pdb --sampling_temp 0.5", "dimer.pdb --temperature 0.5"),
-    ("dimer.pdb --omit_AAs ACDEFGHIKLM", "dimer.pdb --omit ACDEFGHIKLM"),
-    ("dimer.pdb --score_only 1", "dimer.pdb --score_only"),
-    ("dimer.pdb --score_only 1 --path_to_fasta given.fasta", "dimer.pdb --score_only given.fasta"),
-    ("dimer.pdb --path_to_fasta given.fasta --score_only 1", "dimer.pdb --score_only given.fasta")])
-def test_an_option_of_the_published_tool_is_ours(
-        sample, dimer, tmp_path, monkeypatch, published, ours):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "given.fasta").write_text(f">a\n{NATIVE[::-1]}/{NATIVE}\n")
-    result = sample(*published.split())
-    assert result == sample(*ours.split())
-    assert result != sample("dimer.pdb") or ours == "dimer.pdb"
-
-
-def test_bad_files_are_refused_by_name_and_an_old_result_stays(sample, pdb, tmp_path):
-    old = tmp_path / "old.fasta"
-    bad = tmp_path / "bad.pt"
-    shifted = tmp_path / "shifted.pdb"
-    old.write_text("as it was")
-    bad.write_bytes(b"not weights")
-    write_pdb(shifted, {"A": "MKTAY", "B": "KTAYM"})
-    (tmp_path / "empty" / "folder.pdb").mkdir(parents=True)
-    (tmp_path / "empty" / "._one.pdb").write_text("of macOS")
-    for structures, more, words in (
-            ([pdb], {"checkpoint": bad}, "bad.pt"), ([old], {}, "old.fasta"),
-            ([tmp_path / "none.pdb"], {}, "none.pdb"),
-            ([pdb, shifted, pdb, shifted], {}, f"found {pdb} and {pdb}, whose designs "),
-            ([pdb, tmp_path / "empty"], {}, "no structure in the folder"),
-            ([pdb, shifted, "--chains", "B"], {}, f"{pdb}: --chains: found B"),
-            ([shifted, "--homomer"], {}, "A10 M, B10 K; expected the same letter")):
-        out, err = sample(*structures, "--out", old, code=2, **more)
-        assert words in err and err.startswith("sample_proteinmpnn.py: error: ") and out == ""
-        assert old.read_text() == "as it was"
-
-
 def test_designs_of_earlier_structures_are_kept_when_one_cannot_be_written(sample, pdb, tmp_path):
     """Its name leaves no room for that of a temporary file."""
     other = write_pdb(tmp_path / f"{'z' * 246}.pdb", {"A": NATIVE})
@@ -508,22 +486,6 @@ def test_designs_of_earlier_structures_are_kept_when_one_cannot_be_written(sampl
     assert "File name too long" in said
     with open(folder / "designs.csv", newline="") as file:
         assert [row["pdb"] for row in csv.DictReader(file)] == [str(pdb)]
-
-
-def test_an_input_is_never_written_over(sample, weights, dimer, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "given.fasta").write_text(f">a\n{NATIVE}/{NATIVE}\n")
-    (tmp_path / "w.pt").write_bytes(weights.read_bytes())
-    (tmp_path / "link.pdb").symlink_to(dimer)
-    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    for out in ("w.pt", "dimer.pdb", str(dimer), "link.pdb", "given.fasta"):
-        err = sample("./dimer.pdb", "--score_only", "given.fasta", "--out", out, code=2,
-                     checkpoint="w.pt")[1]
-        assert "the result would overwrite" in err
-    os.mkfifo("pipe")
-    assert "pipe is a folder or a device" in sample(dimer, "--out", "pipe", code=2)[1]
-    os.remove("pipe")
-    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_designs_of_unknown_letters_have_scores_where_there_are_letters_and_no_nan(sample, pdb):

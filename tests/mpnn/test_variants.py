@@ -17,28 +17,12 @@ from mpnn.variants import (
     scores_in_order,
     variant_order,
 )
-from mpnn_cases import score_variants
+from mpnn_cases import random_complex, score_variants
 from proteins.structures import Chain, Complex, Structure
 
 A = 0           # letters
 G = 5
 W = 18
-
-
-def random_complex(length=30, unresolved=(), second=0):
-    """A complex of chain A, perhaps with a context chain B, of random atoms."""
-    rng = np.random.default_rng(length)
-    chains = {}
-    for name, n in (("A", length), ("B", second)):
-        if n:
-            resolved = np.ones(n, bool)
-            resolved[list(unresolved)] = name == "B"
-            X = rng.normal(0, 4, (n, 1, 3)) + rng.normal(0, 1, (n, 4, 3))
-            X[~resolved] = 0
-            letters = rng.integers(0, 20, n).astype(np.uint8)
-            chains[name] = Chain(letters, X.astype(np.float32), resolved,
-                                 tuple(map(str, range(n))))
-    return Complex(Structure("made", chains), ["A"], [name for name in chains if name != "A"])
 
 
 def sharp_model(n_decoder=3, dtype=torch.float32):

@@ -80,7 +80,7 @@ def test_what_is_measured_is_not_proposed_but_takes_part(scan, scores, tmp_path)
 def test_a_table_of_all_combinations_leaves_nothing(scan, scores):
     singles = best_singles([scan], [scores], 2)
     every, _ = combine([scan], [scores], singles, 2, ())
-    with pytest.raises(ValueError, match="found no combination that is not measured"):
+    with pytest.raises(ValueError, match="measured"):
         combine([scan], [scores], singles, 2, measured_variants(every))
 
 

@@ -58,5 +58,5 @@ def test_whole_proteins_are_drawn_for_the_interval_over_all():
 
 
 def test_two_mutations_are_too_few():
-    with pytest.raises(ValueError, match="found 2 mutations"):
+    with pytest.raises(ValueError, match=r"\b2\b"):
         correlate([1, 2], [1, 2], ["a", "a"])

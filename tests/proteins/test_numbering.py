@@ -8,6 +8,7 @@ from proteins.letters import AMINO_ACIDS, encode
 from proteins.mutations import place_all, place_on_sequences, read_mutations
 from proteins.numbering import NamedSites, describe_misnumbered
 from proteins.structures import NAMES, Chain
+from tool_runs import assert_named
 
 TEXT = "".join(AMINO_ACIDS[k] for k in np.random.default_rng(0).integers(20, size=80))
 OTHER = "".join(AMINO_ACIDS[k] for k in np.random.default_rng(1).integers(20, size=80))
@@ -130,7 +131,7 @@ def test_the_protein_of_a_table_that_is_shifted_is_named(tmp_path):
         lines += [f"{name},{mutation}" for mutation in mutations_of(text[1:], first)]
     path = write(tmp_path, "\n".join(lines), "t.csv")
     message = refusal(path, lambda path: place_all(read_mutations(path)))
-    assert "t.csv, chain A of two.pdb: 7" in message and "of 79 residues do not have" in message
+    assert_named("t.csv A two.pdb 79", message)
     assert "one.pdb" not in message and "three.pdb" not in message
 
 
@@ -140,16 +141,15 @@ def test_proteins_of_one_line_are_refused_together(tmp_path):
               for k in range(20)]
     path = write(tmp_path, "\n".join(lines), "t.csv")
     message = refusal(path, lambda path: place_on_sequences(read_mutations(path)))
-    assert "t.csv, all proteins together: " in message
+    assert_named("t.csv all", message)
 
 
-@pytest.mark.parametrize("of_table, of_file, said", [
-    (TEXT, TEXT[1:], "With every number 1 smaller, all do"),    # M is cut off
-    (TEXT[1:], TEXT, "With every number 1 larger, all do")])
-def test_the_first_residue_of_a_sequence_may_be_counted_or_not(of_table, of_file, said, tmp_path):
+@pytest.mark.parametrize("of_table, of_file, named", [
+    (TEXT, TEXT[1:], "1 smaller"), (TEXT[1:], TEXT, "1 larger")])       # M is cut off, or is there
+def test_the_first_residue_of_a_sequence_may_be_counted_or_not(of_table, of_file, named, tmp_path):
     path = write(tmp_path, "\n".join(mutations_of(of_table, 1)), "list.txt")
     message = refusal(path, lambda path: place_on_sequences(read_mutations(path), ("w", of_file)))
-    assert "list.txt, w: 7" in message and said in message
+    assert_named(f"list.txt w {named}", message)
 
 
 @pytest.mark.parametrize("n_of_each", [1, 19])
@@ -169,10 +169,10 @@ def test_a_table_with_a_sequence_of_each_mutant_is_told(tmp_path):
         lines.append(f"{TEXT[k]}{k + 1}{mutant},{TEXT[:k]}{mutant}{TEXT[k + 1:]}")
     path = write(tmp_path, "\n".join(lines), "t.csv")
     message = refusal(path, lambda path: place_on_sequences(read_mutations(path)))
-    assert "The mutants' letters stand there" in message
+    assert_named("t.csv mutants", message)
 
 
 def test_of_one_variant_the_mutants_letter_is_told(tmp_path):
     path = write(tmp_path, "mutation,sequence\nM1A,AKTA\n", "t.csv")
     message = refusal(path, lambda path: place_on_sequences(read_mutations(path)))
-    assert "residue 1 is A, the mutant's letter" in message
+    assert_named("t.csv 1 A mutant", message)

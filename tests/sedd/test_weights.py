@@ -69,14 +69,14 @@ def test_the_config_of_an_export_says_what_the_published_code_builds_a_model_fro
 
 def test_an_export_never_replaces_what_is_there(tmp_path):
     sedd = load_sedd(write_checkpoint(tmp_path / "best.pt"))
-    with pytest.raises(FileExistsError, match="expected a new name"):
+    with pytest.raises(FileExistsError, match="best.pt"):
         export_sedd(sedd, tmp_path / "best.pt")
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", "null", "{", '{"model": {}}'])
 def test_a_folder_whose_config_is_of_no_model_is_refused(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ValueError, match="config.json does not describe a model"):
+    with pytest.raises(ValueError, match="config.json"):
         load_sedd(tmp_path)
 
 
@@ -92,7 +92,7 @@ def test_a_file_that_was_cut_off_is_named(tmp_path):
 def test_a_folder_without_its_weights_is_refused(tmp_path):
     export_sedd(load_sedd(write_checkpoint(tmp_path / "a.pt", "absorb")), tmp_path / "folder")
     (tmp_path / "folder" / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match="folder has no model.safetensors"):
+    with pytest.raises(ValueError, match="model.safetensors"):
         load_sedd(tmp_path / "folder")
 
 
@@ -113,7 +113,7 @@ def test_a_published_file_of_other_tokens_is_refused(tmp_path):
     state = torch.load(path)
     state["model"]["vocab_embed.embedding"] = torch.zeros(50258, 32)
     torch.save(state, path)
-    with pytest.raises(ValueError, match="the alphabet is one of 50258 tokens"):
+    with pytest.raises(ValueError, match="50258"):
         load_sedd(path)
 
 
@@ -132,7 +132,7 @@ def test_a_checkpoint_with_a_wrong_byte_among_its_numbers_is_refused(tmp_path):
     content = path.read_bytes()
     assert numbers in content
     path.write_bytes(content.replace(numbers, numbers[::-1]))
-    with pytest.raises(ValueError, match="best.pt is damaged"):
+    with pytest.raises(ValueError, match="best.pt"):
         load_sedd(path)
 
 
@@ -147,7 +147,7 @@ def test_of_a_run_folder_the_best_checkpoint_there_is_is_taken(tmp_path, saved, 
 
 def test_a_missing_checkpoint_names_the_one_that_is_there(tmp_path):
     write_checkpoint(tmp_path / "last.pt", "absorb")
-    with pytest.raises(ValueError, match=f"There is {tmp_path / 'last.pt'}: give that"):
+    with pytest.raises(ValueError, match=str(tmp_path / "last.pt")):
         load_sedd(tmp_path / "best.pt")
 
 
@@ -159,5 +159,5 @@ def test_a_run_folder_of_dpo_names_the_script_that_draws_with_it(tmp_path):
 
 def test_weights_of_a_proteinmpnn_are_named(tmp_path):
     torch.save({"model_state_dict": {"W_e.weight": torch.zeros(1)}}, tmp_path / "best_model.pt")
-    with pytest.raises(ValueError, match="It holds a ProteinMPNN"):
+    with pytest.raises(ValueError, match="ProteinMPNN"):
         load_sedd(tmp_path / "best_model.pt")

@@ -10,6 +10,7 @@ import pytest
 import train_dpo_ddp
 import train_sedd_ddp
 from launchers import ROOT
+from tool_runs import assert_named
 from training.config import (
     CommonMemory,
     CommonMonitoring,
@@ -87,29 +88,29 @@ def test_a_value_is_read_as_the_type_of_its_field_in_file_and_command(
         assert converted == value and type(converted) is type(value)
 
 
-@pytest.mark.parametrize("dotted, texts, says", [
-    ("optim.lr", ("true", "nan", "1e999", "abc", "[1]", "null"), "expected a number"),
-    ("training.accum", ("1.5", "true", "1:30:00", "1e999", "1_"), "expected a whole number"),
-    ("training.checkpointing", ("1", "'true'", "null"), "expected true or false"),
-    ("name", ("yes",), "Quote it"), ("name", ("null", "[a]"), "expected text"),
-    ("training.mixed_precision", ("[16]",), "true or false or text"),
-    ("optim.scale", ("{cap: four}", "lineal"), "none, linear, sqrt or a mapping"),
-    ("optim.betas", ("[0.9]", "0.9"), "expected [a number, a number]"),
-    ("optim.milestones", ("[1, x]",), "milestones[1] is 'x'"),
-    ("seed", (str(2**63), str(-2**70), "1e400"), "expected a whole number"),
-    ("graph", ("absorbing", "off"), "one of absorb, uniform")])
-def test_a_value_of_another_type_is_refused_with_what_is_expected(tmp_path, dotted, texts, says):
+@pytest.mark.parametrize("dotted, texts", [
+    ("optim.lr", ("true", "nan", "1e999", "abc", "[1]", "null")),
+    ("training.accum", ("1.5", "true", "1:30:00", "1e999", "1_")),
+    ("training.checkpointing", ("1", "'true'", "null")),
+    ("name", ("yes", "null", "[a]")),
+    ("training.mixed_precision", ("[16]",)),
+    ("optim.scale", ("{cap: four}", "lineal")),
+    ("optim.betas", ("[0.9]", "0.9")),
+    ("optim.milestones", ("[1, x]",)),
+    ("seed", (str(2**63), str(-2**70), "1e400")),
+    ("graph", ("absorbing", "off"))])
+def test_a_value_of_another_type_is_refused_with_its_key_and_its_place(tmp_path, dotted, texts):
     for text in texts:
-        message = refusal(tmp_path, assignment(dotted, text))
-        assert f"config.yaml: {dotted}" in message and says in message
-    with pytest.raises(ValueError, match=f"command line, .*{dotted}.* is .*; expected"):
-        load_config(Config, None, [f"{dotted}={texts[0]}"])
+        assert_named(f"config.yaml {dotted}", refusal(tmp_path, assignment(dotted, text)))
+        with pytest.raises(ValueError) as caught:
+            load_config(Config, None, [f"{dotted}={text}"])
+        assert repr(f"{dotted}={text}") in str(caught.value)
 
 
-@pytest.mark.parametrize("limits, inside, outside, expected", [
-    (dict(least=0, below=1), ["0", "0.5"], ["-0.1", "1"], "at least 0 and below 1"),
-    (dict(above=0, most=1), ["0.1", "1"], ["0", "1.1"], "above 0 and at most 1")])
-def test_a_number_outside_the_limits_of_its_key_is_refused(limits, inside, outside, expected):
+@pytest.mark.parametrize("limits, inside, outside", [
+    (dict(least=0, below=1), ["0", "0.5"], ["-0.1", "1"]),
+    (dict(above=0, most=1), ["0.1", "1"], ["0", "1.1"])])
+def test_a_number_outside_the_limits_of_its_key_is_refused(limits, inside, outside):
     optim = make_dataclass("Optim", [("share", float | None, key(None, **limits)),
                                      ("betas", tuple[float, ...], key((), **limits))])
     config = make_dataclass("Config", [("optim", optim, field(default_factory=optim))])
@@ -118,32 +119,39 @@ def test_a_number_outside_the_limits_of_its_key_is_refused(limits, inside, outsi
         load_config(config, None, [f"optim.share={text}", f"optim.betas=[{text}]"])
     for text in outside:
         for override in (f"optim.share={text}", f"optim.betas=[{inside[0]}, {text}]"):
-            with pytest.raises(ValueError, match=rf"{override[:11]}.* is .*; expected {expected}"):
+            with pytest.raises(ValueError) as caught:
                 load_config(config, None, [override])
+            said = str(caught.value)
+            assert override in said
+            assert all(str(limit) in said.partition("expected")[2] for limit in limits.values())
 
 
 def test_a_key_with_a_limit_of_another_name_is_refused():
-    with pytest.raises(TypeError, match="expected least, most, above or below"):
+    with pytest.raises(TypeError, match="minimum"):
         key(1, minimum=0)
 
 
-@pytest.mark.parametrize("text, advice", [
-    ("optim: {warm_up: 3}", "unknown key 'optim.warm_up'. Did you mean 'optim.warmup'?"),
-    ("optimizer: {lr: 3}", "unknown section or key 'optimizer'. Did you mean 'optim'?"),
-    ("optim: {accum: 3}", "Did you mean 'training.accum'?"),
-    ("optim: {acum: 3}", "Known here: "),         # like training.accum, which is elsewhere
-    ("learning_rate: 3", "Known here: "), ("warmup: 3", "Did you mean 'optim.warmup'?"),
-    ("optim: {qqqq: 3}", "Known here: lr, warmup, betas, milestones, scale"),
-    ("optim: {1: 3}", "unknown key 'optim.1'"), ("optim:\n", "section 'optim' is nothing"),
-    ("optim:\n  lr: 1\n  lr: 2\n", "line 3: found the key 'lr' again"),
-    ("- a\n", "['a'] at the top"), ("# only a comment\n", "nothing (null) at the top"),
-    ("optim:\n\tlr: 1\n", "line 2"),
-    ("name: !!python/object:os.system {}\n", "not valid YAML"), ("? [a]\n: 1\n", "unhashable"),
-    ("name: Mülheim".encode("latin-1"), "Save it in this encoding")])
-def test_a_file_that_says_it_badly_is_refused_with_the_place(tmp_path, text, advice):
+@pytest.mark.parametrize("text, named", [
+    ("optim: {warm_up: 3}", "optim.warm_up optim.warmup"),     # the key, and what it may mean
+    ("optimizer: {lr: 3}", "optimizer optim"),
+    ("optim: {accum: 3}", "optim.accum training.accum"),
+    ("optim: {acum: 3}", "optim.acum lr warmup betas milestones scale"),   # all of the section
+    ("learning_rate: 3", "learning_rate seed name graph training optim"),
+    ("warmup: 3", "warmup optim.warmup"),
+    ("optim: {qqqq: 3}", "optim.qqqq lr warmup betas milestones scale"),
+    ("optim: {1: 3}", "optim.1"),
+    ("optim:\n", "optim"),
+    ("optim:\n  lr: 1\n  lr: 2\n", "3 'lr'"),
+    ("- a\n", "'a'"),
+    ("# only a comment\n", ""),
+    ("optim:\n\tlr: 1\n", "2"),
+    ("name: !!python/object:os.system {}\n", "1"),
+    ("? [a]\n: 1\n", "1"),
+    ("name: Mülheim".encode("latin-1"), "")])
+def test_a_file_that_says_it_badly_is_refused_with_the_place(tmp_path, text, named):
     message = refusal(tmp_path, text)
-    assert "config.yaml" in message and advice in message
-    assert "Check the path" not in message and ".." not in message.replace("...", "")
+    assert_named(f"config.yaml {named}", message)
+    assert "Traceback" not in message and ".." not in message.replace("...", "")
 
 
 def test_the_command_line_prevails_over_the_file_and_its_last_word_over_its_first(tmp_path):
@@ -157,20 +165,19 @@ def test_an_option_of_its_own_prevails_and_gives_text_as_it_is_to_a_field_of_tex
     flags = {"optim.lr": "3e-4", "name": "010: [x", "seed": None, "training.batch_size": "5"}
     config = load_config(Config, None, ["optim.lr=1e-4", "seed=7", "name=a"], flags)
     assert config == Config(7, "010: [x", training=Training(5), optim=Optim(3e-4))
-    with pytest.raises(ValueError, match="command line, 'optim.lr=fast': optim.lr is 'fast'"):
+    with pytest.raises(ValueError, match="'optim.lr=fast'"):
         load_config(Config, None, (), {"optim.lr": "fast"})
 
 
-@pytest.mark.parametrize("override, says", [
-    ("optim.lr", "expected section.key=value"), ("=3", "expected section.key=value"),
-    ("optim.lr=", "optim.lr is nothing"), ("optim={lr: 1}", "is a section"),
-    ("optim.learning=1", "unknown key 'optim.learning'"), ("option.lr=1", "Did you mean 'optim'?"),
-    ("optim.lr.cap=4", "optim.lr is {'cap': '4'}; expected a number"),
-    ("optim.betas=[0.9, 0.99", "not valid YAML")])
-def test_a_bad_override_is_refused_as_typed(tmp_path, override, says):
+@pytest.mark.parametrize("override, named", [
+    ("optim.lr", ""), ("=3", ""), ("optim.lr=", ""), ("optim={lr: 1}", ""),
+    ("optim.learning=1", "optim.learning"), ("option.lr=1", "'option' 'optim'"),
+    ("optim.lr.cap=4", "optim.lr 'cap'"), ("optim.betas=[0.9, 0.99", "")])
+def test_a_bad_override_is_refused_as_typed(tmp_path, override, named):
     message = refusal(tmp_path, "seed: 1", override)
-    assert "command line" in message and override in message and says in message
+    assert "command line" in message and override in message
     assert "config.yaml" not in message
+    assert_named(named, message)
 
 
 @pytest.mark.parametrize("accum, differences", [(1, []), (4, ["training.accum: 1 -> 4"])])
@@ -209,28 +216,29 @@ def texts_on(*overrides):
         return [re.sub("^command line, '.*?': |[.]$", "", line) for line in str(error).split("\n")]
 
 
-@pytest.mark.parametrize("overrides, says", [
-    (["training.seed=-1"], "training.seed is -1"),
-    (["memory.max_memory_per_gpu=1.5"], "memory.max_memory_per_gpu is 1.5"),
-    (["optim.scale=linear"], "optim.scale is linear"),
-    (["optim.scale={cap: 0.5}", "optim.base_global_batch=8"], "optim.scale is {'cap': 0.5}"),
-    (["optim.scale={top: 2}", "optim.base_global_batch=8"], "optim.scale is {'top': 2.0}"),
-    (["optim.decay_steps=5"], "optim.decay_steps is 5.0 with optim.decay none"),
-    (["optim.decay_steps=0", "optim.decay=linear"], "optim.decay_steps is 0.0"),
-    (["optim.min_lr=1e-5"], "optim.min_lr is 1e-05 with optim.decay none"),
-    (["optim.min_lr=1e-5", "optim.decay=noam"], "optim.min_lr is 1e-05 with optim.decay noam"),
-    (["optim.decay_steps=5", "optim.decay=noam"], "optim.decay_steps is 5.0 with optim.decay noam"),
-    (["optim.min_lr=1", "optim.decay=wsd"], "optim.min_lr is 1.0 and optim.lr 0.001"),
-    (["monitoring.wandb={projekt: a}"], "monitoring.wandb: key 'projekt' is 'projekt'"),
-    (["optim.betas=[0.9, 1]"], "optim.betas is [0.9, 1.0]"),
-    (["optim.eps=0"], "optim.eps is 0.0"),
-    (["training.stop_signals=[SIGKILL]"], "training.stop_signals[0] is 'SIGKILL'"),
-    *[([f"training.profile={text}"], "training.profile is ")
-      for text in ("10", "0:3", "13:10", "1:51", "a:b", "1:2:3", "''")],
-    (["training.keep_last=0"], "training.keep_last is 0")])
-def test_a_value_that_makes_no_sense_is_named(overrides, says):
-    text, = texts_on(*overrides)
-    assert text.startswith(says) and "; expected " in text
+@pytest.mark.parametrize("overrides, named", [
+    ("training.seed=-1", "training.seed -1"),
+    ("memory.max_memory_per_gpu=1.5", "memory.max_memory_per_gpu 1.5"),
+    ("optim.scale=linear", "optim.scale linear optim.base_global_batch"),
+    ("optim.scale={cap:0.5} optim.base_global_batch=8", "optim.scale"),
+    ("optim.scale={top:2} optim.base_global_batch=8", "optim.scale"),
+    ("optim.decay_steps=5", "optim.decay_steps 5.0 optim.decay none"),
+    ("optim.decay_steps=0 optim.decay=linear", "optim.decay_steps 0.0"),
+    ("optim.min_lr=1e-5", "optim.min_lr 1e-05 optim.decay none"),
+    ("optim.min_lr=1e-5 optim.decay=noam", "optim.min_lr 1e-05 optim.decay noam"),
+    ("optim.decay_steps=5 optim.decay=noam", "optim.decay_steps 5.0 optim.decay noam"),
+    ("optim.min_lr=1 optim.decay=wsd", "optim.min_lr 1.0 optim.lr 0.001"),
+    ("monitoring.wandb={projekt:a}", "monitoring.wandb"),
+    ("optim.betas=[0.9,1]", "optim.betas 0.9 1.0"),
+    ("optim.eps=0", "optim.eps 0.0"),
+    ("training.stop_signals=[SIGKILL]", "training.stop_signals[0] 'SIGKILL'"),
+    *((f"training.profile={text}", f"training.profile '{text}'")
+      for text in ("10", "0:3", "13:10", "1:51", "a:b", "1:2:3")),
+    ("training.keep_last=0", "training.keep_last 0")])
+def test_a_value_that_makes_no_sense_is_named(overrides, named):
+    text, = texts_on(*overrides.split())
+    assert_named(named, text)
+    assert "; expected " in text
 
 
 def test_every_such_value_is_named_at_once():
@@ -244,7 +252,7 @@ def test_defaults_and_null_make_sense():
 
 
 def test_texts_are_refused_together():
-    with pytest.raises(ValueError, match="^config: a is 1.\nconfig: b is 2.$"):
+    with pytest.raises(ValueError, match="a is 1.\n.*b is 2."):
         refuse_config(["a is 1", "b is 2"])
     refuse_config([])
 
@@ -264,9 +272,9 @@ def test_of_many_problems_the_first_are_listed(tmp_path):
 
 
 def test_the_config_of_the_other_script_is_refused():
-    with pytest.raises(ValueError, match="unknown key 'model.base_model_name'"):
+    with pytest.raises(ValueError, match="'model.base_model_name'"):
         load_config(train_sedd_ddp.Config, ROOT / "configs" / "dpo.yaml")
-    with pytest.raises(ValueError, match="unknown section or key 'noise'"):
+    with pytest.raises(ValueError, match="'noise'"):
         load_config(train_dpo_ddp.Config, ROOT / "configs" / "sedd_cpu.yaml")
 
 

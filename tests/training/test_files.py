@@ -58,16 +58,6 @@ def test_what_is_no_file_is_not_replaced(tmp_path):
     assert (tmp_path / "pipe").is_fifo()
 
 
-def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, disk_calls):
-    write_text_atomic(tmp_path / "file", "new")
-    assert disk_calls[:2] == [("fsync", b"new"), ("rename", tmp_path / "file")]
-
-
-def test_a_file_has_its_name_on_the_disk_at_the_end(tmp_path, disk_calls):
-    write_text_atomic(tmp_path / "file", "new")
-    assert disk_calls[-1] == ("fsync", tmp_path)
-
-
 def test_where_nothing_can_be_written_is_told_before_the_work():
     with pytest.raises(OSError, match="/proc/"):
         check_writable("/proc/new/folder/file")

@@ -13,13 +13,13 @@ import sample_sedd
 import train_sedd_ddp
 from launchers import (
     ROOT,
+    ForkedRanks,
     Printed,
     Running,
     await_that,
     clean_environment,
     command,
     fork_ranks,
-    run_ranks,
     slow,
     start_ranks,
 )
@@ -77,32 +77,31 @@ sys.exit(75 if stopped else 130 if pressed else int(args.end or 0))
 def test_ranks_started_here_end_with_their_own_code_and_word(tmp_path, end, code):
     (tmp_path / "s.py").write_text(RANKS.format(root=str(ROOT)))
     options = ["--nproc_per_node", "2", "--end", str(end)]
-    with start_ranks("python", 1, ["s.py", *options], tmp_path) as running:
-        running.wait_for("rank 0 of 2, local 0", timeout=300)
-        running.wait_for("rank 1 of 2, local 1", timeout=300)
+    with ForkedRanks(["s.py", *options], tmp_path, {0: {"DDP_GUARD": 0}}) as launcher:
+        launcher.wait_for("rank 0 of 2, local 0")
+        launcher.wait_for("rank 1 of 2, local 1")
         if code == 75:
-            running.process.send_signal(signal.Signals[end])
+            os.kill(launcher.pids[0], signal.Signals[end])
         if end == "unsaved":
-            running.process.send_signal(signal.SIGTERM)
+            os.kill(launcher.pids[0], signal.SIGTERM)
         for nth in (1, 2) if end == "Ctrl-C" else ():   # the second one too comes to the ranks
-            running.process.send_signal(signal.SIGINT)
-            running.wait_for(f"Ctrl-C {nth}", timeout=300)
-        result = running.wait(timeout=300)
-    assert result.returncode == code and result.leftover == [], result.text
-    first, *others = result.stderr.splitlines()
-    assert first.startswith("starting 2 rank(s) here"), result.text
+            os.kill(launcher.pids[0], signal.SIGINT)
+            launcher.wait_for(f"Ctrl-C {nth}")
+        assert launcher.codes() == [code], launcher.err()
+        first, *others = launcher.err().splitlines()
+    assert first.startswith("starting 2 rank(s) here"), first
     expected = ["the last word"] * 2 * (code == 75)
     if end == "killed":   # it has no guard
         expected = [f"FAILED: rank 1 of 2 on {socket.gethostname()}: died without a word "
                     "(SIGKILL: out of memory?)"]
-    assert others == expected, result.text
+    assert others == expected
 
 
 def test_a_rank_that_sigterm_ends_before_it_can_save_ends_the_others(tmp_path):
     (tmp_path / "s.py").write_text(RANKS.format(root=str(ROOT)))
-    result = run_ranks("python", 1, ["s.py", "--nproc_per_node", "2", "--end", "terminated"],
-                       tmp_path, timeout=300)
-    assert (result.returncode, result.leftover) == (1, []), result.text
+    with ForkedRanks(["s.py", "--nproc_per_node", "2", "--end", "terminated"], tmp_path,
+                     {0: {"DDP_GUARD": 0}}) as launcher:
+        assert launcher.codes(100) == [1], launcher.err()
 
 
 # Stands before torch, and waits for Ctrl-C, in a rank of a launcher or where there is none.
@@ -135,16 +134,16 @@ def test_ctrl_c_while_a_script_imports_torch_gives_one_line_and_code_130(ranks, 
 
 def test_ctrl_c_reaches_the_ranks_of_a_launcher_that_a_script_started_in_the_background(tmp_path):
     """Shells start `command &` with SIGINT ignored."""
-    (tmp_path / "s.py").write_text(RANKS.format(root=str(ROOT)))
-    words = command("python", 1, ["s.py", "--nproc_per_node", "2", "--end", "Ctrl-C"])
-    words = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", *words]
-    with Running(words, tmp_path, clean_environment()) as running:
+    ignored = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+    (tmp_path / "s.py").write_text(ignored + RANKS.format(root=str(ROOT)))
+    with ForkedRanks(["s.py", "--nproc_per_node", "2", "--end", "Ctrl-C"], tmp_path,
+                     {0: {"DDP_GUARD": 0}}) as launcher:
         for rank in (0, 1):
-            running.wait_for(f"rank {rank} of 2, local {rank}", timeout=300)
+            launcher.wait_for(f"rank {rank} of 2, local {rank}")
         for nth in (1, 2):
-            running.process.send_signal(signal.SIGINT)
-            running.wait_for(f"Ctrl-C {nth}", timeout=300)
-        assert running.wait(timeout=300).returncode == 130
+            os.kill(launcher.pids[0], signal.SIGINT)
+            launcher.wait_for(f"Ctrl-C {nth}")
+        assert launcher.codes() == [130], launcher.err()
 
 
 GUARDED = """
@@ -254,11 +253,9 @@ with started_ranks(parser.parse_args(), sys.argv[1:]) as ddp:
 
 def test_ranks_that_fail_end_with_one_code_and_the_error_of_the_rank_at_fault(tmp_path):
     (tmp_path / "s.py").write_text(FAILS.format(root=str(ROOT)))
-    command = ["s.py", "--nproc_per_node", "2", "--device", "cpu"]
-    result = run_ranks("python", 1, command, tmp_path, timeout=300)
+    result = fork_ranks(2, ["s.py", "--device", "cpu"], tmp_path, {"DDP_GUARD": 1})
     assert result.returncode == 1 and "[rank 1 of 2 on " in result.stderr, result.text
     assert result.stderr.count("AssertionError: on purpose?") == 1, result.text
-    assert result.leftover == [], result.text
 
 
 @pytest.mark.skipif(torch.xpu.is_available(), reason="there is an XPU")

@@ -16,7 +16,7 @@ import torch
 from bench.speed import compute_gradient
 from ddp_setup import Ddp, all_sum, gather, load_checkpoint  # noqa: F401  (gather: for on_ranks)
 from ddp_watch import watch_run
-from launchers import ROOT
+from launchers import ROOT, slow
 from sedd.model import SEDD
 from toy_run import Blocks, Rows, steps, take_step, toy
 from toy_run import loss_of as loss_of_toy
@@ -339,7 +339,7 @@ STEPS["sedd muon"] += STEPS["sedd"]
 
 
 @needs_pretended_device
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", [slow("sedd"), "sedd muon", slow("dpo")])
 def test_ranks_train_and_go_on_on_devices_as_on_the_cpu(name, tmp_path):
     """With validation, samples and checkpoints. In bfloat16 they run, and are not compared."""
     what = name.split()[0]
@@ -351,10 +351,10 @@ def test_ranks_train_and_go_on_on_devices_as_on_the_cpu(name, tmp_path):
     def train_on_device(settings, folder):
         return f"on_device(train, {what!r}, {settings}, {folder!r}, ddp=ddp)"
 
-    on_ranks(2, "pretended_device", train_on_device(settings, "device"), tmp_path)
+    begun = train_on_device(settings, "device")
     going_on = train_on_device(longer, "device")
     in_bfloat16 = train_on_device([*settings, "memory.mixed_precision=true"], "bfloat16")
-    on_ranks(2, "pretended_device", f"[{going_on}, {in_bfloat16}]", tmp_path)
+    on_ranks(2, "pretended_device", f"[{begun}, {going_on}, {in_bfloat16}]", tmp_path)
     on_ranks(2, "training_runs", f"train({what!r}, {longer}, 'cpu', ddp)", tmp_path)
     on_cpu = losses(tmp_path / "cpu")
     assert losses(tmp_path / "device") == pytest.approx(on_cpu, rel=1e-4) and 4 in on_cpu

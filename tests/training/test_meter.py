@@ -9,7 +9,7 @@ import torch
 from ddp_setup import Ddp
 from toy_run import WIDTH, Rows, steps, toy
 from training.meter import StepMeter
-from training_runs import on_ranks, one_thread  # noqa: F401 (a fixture for all)
+from training_runs import on_ranks
 
 
 def test_layers_have_the_norms_of_the_mean_gradient_before_clipping_and_of_the_new_weights():

@@ -8,7 +8,7 @@ import torch
 from toy_run import Blocks
 from training.config import CommonOptim
 from training.optimizer import make_optimizer
-from training_runs import equal, one_thread  # noqa: F401 (a fixture for all)
+from training_runs import equal
 
 
 def test_muon_moves_a_matrix_by_the_nearest_orthogonal_one_and_leaves_the_rest_to_adamw():

@@ -8,9 +8,9 @@ import sys
 import numpy as np
 import pytest
 
-from launchers import ROOT, Printed, clean_environment
+from launchers import ROOT, clean_environment
 from plot_run import main
-from training.plot import SMOOTHED, choose_panels, draw, points, rows_of, running_mean
+from training.plot import SMOOTHED, choose_panels, draw, loss_unit, points, rows_of, running_mean
 
 
 def write(folder, *rows):
@@ -55,23 +55,32 @@ def test_a_short_run_of_a_table_is_drawn_by_what_tells_whether_it_helped():
         titles_of({"step": 2000, **row}))
 
 
+def test_the_axis_of_a_loss_says_what_is_counted():
+    """docs/metrics.md: nats per residue, of DPO per pair."""
+    sedd = [{"step": 1, "loss": 2.8}, {"step": 2, "val/loss": 2.7}]
+    dpo = [{"step": 0, "val/loss": 0.7, "val/rewards/accuracies": 0.5}]
+    assert "residue" in loss_unit([sedd, sedd]) and "pair" not in loss_unit([sedd])
+    assert "pair" in loss_unit([dpo]) and "residue" not in loss_unit([dpo])
+    assert "residue" in loss_unit([sedd, dpo]) and "DPO: nats per pair" in loss_unit([sedd, dpo])
+
+
 @pytest.mark.parametrize("key", ["val/spearman", "spearman"])
 def test_the_correlation_stands_behind_the_loss(key):
     assert titles_of({"step": 1, "loss": 0.6, key: 0.4, "val/recovery": 0.5})[:2] == [
         "loss", "ranks of measured values"]
 
 
-@pytest.mark.parametrize("rows, words", [([], "is missing or empty"),
-                                         ([{"step": 1, "mine": 2.0}], "found none of")])
-def test_what_is_no_run_is_refused(rows, words, tmp_path, capsys):
-    assert main([str(write(tmp_path / "run", *rows))]) == 2
-    assert words in Printed(capsys.readouterr().err)
+@pytest.mark.parametrize("rows", [[], [{"step": 1, "mine": 2.0}]])
+def test_what_is_no_run_is_refused(rows, tmp_path, capsys):
+    run = write(tmp_path / "mine", *rows)
+    assert main([str(run)]) == 2
+    assert "mine" in capsys.readouterr().err and not list(run.glob("*.png"))
 
 
 def test_a_log_is_not_written_over(tmp_path, capsys):
     log = write(tmp_path / "good", {"step": 1, "loss": 2.0}) / "metrics.jsonl"
     assert main([str(log.parent), "--out", str(log)]) == 2
-    assert "ends in .png" in Printed(capsys.readouterr().err) and log.read_text().startswith("{")
+    assert "metrics.jsonl" in capsys.readouterr().err and log.read_text().startswith("{")
 
 
 def test_runs_are_drawn_into_one_picture(tmp_path, capsys, extras):
