@@ -25,6 +25,9 @@ from mpnn_cases import SMALL
 COMMON = Path(tempfile.gettempdir())
 # Several ranks of a test must not share a GPU. TEST_CUDA=1 shows it, to tests that need one.
 os.environ.pop("DRY_RUN", None)     # it is for job scripts
+# What tests run in this process is not to see a batch job or a launcher in which the tests run.
+for name in os.environ.keys() - launchers.clean_environment().keys() - {"PYTHONPATH"}:
+    del os.environ[name]
 if os.environ.get("TEST_CUDA") != "1":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 

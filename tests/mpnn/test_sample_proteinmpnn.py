@@ -311,7 +311,7 @@ def test_sequences_that_do_not_fit_are_named_all_at_once(refuses, tmp_path):
 
 @pytest.mark.parametrize("option", ["--out", "--out_folder"])
 def test_an_output_that_cannot_be_written_is_refused_before_the_work(refuses, option):
-    refuses(f"one.pdb {option} /proc/new", "/proc")
+    refuses(f"one.pdb {option} /proc/new", "/proc/new")
 
 
 def test_structures_that_cannot_be_read_are_named_all_at_once(refuses, tmp_path):

@@ -296,7 +296,9 @@ def killed_at(moment, *arguments):
                     os.kill(os.getpid(), signal.SIGKILL)
         sys.addaudithook(step)
         try:
-            os._exit(prepare(*arguments))
+            code = prepare(*arguments)
+            sys.stderr.flush()      # why it was refused
+            os._exit(code)
         finally:
             os._exit(1)     # after an exception, which must not go on into pytest
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

@@ -451,7 +451,7 @@ def test_variants_of_the_same_places_are_scored_together_wherever_they_stand():
     ("--score notes.txt", "notes.txt"), ("--window", "--window --score"),
     ("--temperature 1e-4 --length 5", "temperature 0.0001"),
     ("--top_p 1.5 --length 5", "top_p 1.5"),
-    ("--out no/where.fasta", "no/where.fasta"), ("--out /proc/o.fa", "/proc"),
+    ("--out no/where.fasta", "no/where.fasta"), ("--out /proc/o.fa", "/proc/o.fa"),
     ("--score p.fasta --out p.fasta", "p.fasta"), ("--out best.pt", "best.pt"),
     (f"--seed {2**63}", f"--seed {2**63}"),
     ("--score p.fasta --window --each_position", "--each_position --window"),
