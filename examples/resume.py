@@ -7,6 +7,7 @@
 To use it elsewhere, copy it with ddp_setup.py, ddp_watch.py and ddp_guard.py, and replace the data,
 the model and the loss.
 """
+import argparse
 import sys
 from itertools import islice
 from pathlib import Path
@@ -33,12 +34,11 @@ from ddp_setup import (
 )
 from ddp_watch import watch_run
 
-RUN = Path("runs/resume")
 EPOCHS = 4
 SAVE_EVERY = 10     # steps
 
 
-def main(ddp, watch):
+def main(ddp, watch, run_dir):
     x = torch.randn(1024, 8, generator=torch.Generator().manual_seed(0))                 # your data
     data = TensorDataset(x, x.sum(1, keepdim=True))
     model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Dropout(0.1),
@@ -48,7 +48,7 @@ def main(ddp, watch):
     sampler = ddp_sampler(data, ddp)
     loader = DataLoader(data, batch_size=16, sampler=sampler)
     step = 0
-    path = RUN / "last.pt"
+    path = Path(run_dir, "checkpoints", "last.pt")
     if broadcast(path.exists(), ddp):       # as rank 0 sees it: all ranks do the same
         state = load_checkpoint(path, ddp)
         unwrap_ddp(model).load_state_dict(state["model"])
@@ -76,5 +76,9 @@ def main(ddp, watch):
 
 
 if __name__ == "__main__":
-    with setup_ddp(seed=0) as ddp, watch_run(ddp, RUN, minutes=20) as watch:
-        main(ddp, watch)
+    parser = argparse.ArgumentParser()      # the two options that the job scripts give
+    parser.add_argument("--work_dir", default="runs/resume")
+    parser.add_argument("--config", help="not read here")
+    run_dir = parser.parse_args().work_dir
+    with setup_ddp(seed=0) as ddp, watch_run(ddp, run_dir, minutes=20) as watch:
+        main(ddp, watch, run_dir)

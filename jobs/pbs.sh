@@ -41,6 +41,7 @@ cancelled=no
 if [ -n "${DRY_RUN:-}" ]; then
   hosts=($(seq -f host%g "$DRY_RUN"))
   NPROC=${NPROC:-$(sed -n 's/^#PBS -l select=.*:mpiprocs=\([0-9]*\).*/\1/p' "$0")}
+  NPROC=${NPROC:-1}                  # PBS starts one rank per node where mpiprocs is missing
 elif [ -n "${PBS_NODEFILE:-}" ]; then
   hosts=($(awk '!seen[$1]++' "$PBS_NODEFILE"))
   NPROC=${NPROC:-$(grep -cxF "${hosts[0]}" "$PBS_NODEFILE")}
@@ -51,7 +52,7 @@ elif [ -n "${PBS_NODEFILE:-}" ]; then
   # module load openmpi cuda || exit 2
   if command -v module > /dev/null; then module list; fi
   echo "$(date) job $PBS_JOBID on ${hosts[*]}"
-  git describe --always --dirty      # the revision of the code
+  git describe --always --dirty 2> /dev/null || echo "the code has no git revision"
   cmp -s "$0" "$JOB" || echo "ATTENTION: JOB=$JOB, the next job's script, differs from this job's"
   ulimit -c 0                        # no core files
 
@@ -105,7 +106,8 @@ launch() {   # launch WORD...: start these words NPROC times on each of `hosts`
 }
 train=($PYTHON -u "$SCRIPT" --config "$CONFIG" --work_dir "$RUN_DIR" $ARGS "$@")
 run() { launch "${train[@]}"; }
-source jobs/lib/again.sh             # optional: checks; a start in this job without a bad host
+# Optional: checks before the run, and a start in this job without a bad host.
+if [ -f jobs/lib/again.sh ]; then source jobs/lib/again.sh; fi
 state() { stat -c '%i %y' "$RUN_DIR/$1" 2> /dev/null || :; }      # differs after each write
 status=$(state status.json)
 last=$(state checkpoints/last.pt)
@@ -120,12 +122,12 @@ said=''
 if [[ $said =~ \"code\":\ ([0-9]+) ]]; then code=${BASH_REMATCH[1]}; fi
 if [[ $said =~ \"code\":\ null && $code = 0 ]]; then code=1; fi     # killed without a word
 next=yes
-[[ $said =~ \"code\":\ (75|70|null|1,.*\"suspects\":\ \"[^\"]) ]] || next="no: it ended with $code"
 [ "$(state checkpoints/last.pt)" != "$last" ] || next="no: there is no new checkpoint"
-[ ! -e "$RUN_DIR/STOP" ] || next="no: there is a file $RUN_DIR/STOP"
-[ "$cancelled" = no ] || next="no: the job was cancelled"
 [ "$STARTS" -gt 1 ] || next="no: no start is left of STARTS"
 [ "${PBS_ENVIRONMENT:-}${PBS_ARRAY_INDEX:-}" = PBS_BATCH ] || next="no: interactive, or an array"
+[ ! -e "$RUN_DIR/STOP" ] || next="no: there is a file $RUN_DIR/STOP"
+[[ $said =~ \"code\":\ (75|70|null|1,.*\"suspects\":\ \"[^\"]) ]] || next="no: it ended with $code"
+[ "$cancelled" = no ] || next="no: the job was cancelled"
 echo "$(date) exit code $code; next job: $next"
 if [ "$next" = yes ]; then
   export STARTS=$((STARTS - 1))

@@ -21,6 +21,7 @@
 # shellcheck disable=SC2046,SC2206,SC2207   # words are split on purpose
 if [[ ${1:-} = --help || ${1:-} = -h ]]; then sed -n '1d; /^# /!q; s/^# //p' "$0"; exit; fi
 
+asked() { sed -n "s/^#SBATCH --$1=\([0-9]*\).*/\1/p" "$0"; }     # by the lines above, for DRY_RUN
 # Settings; each can also be given in front of sbatch.
 SCRIPT=${SCRIPT:-train_sedd_ddp.py}
 CONFIG=${CONFIG:-configs/sedd_uniref50.yaml}
@@ -28,9 +29,9 @@ ARGS=${ARGS:-}                       # more arguments of SCRIPT, separated by bl
 RUN_DIR=${RUN_DIR:-runs/$(basename "${CONFIG%.*}")}
 VENV=${VENV:-.venv}                  # none: the Python of a module or a container
 PYTHON=${PYTHON:-python}             # also several words, for a container: docs/machines.md
-NPROC=${NPROC:-${SLURM_NTASKS_PER_NODE:-4}}    # ranks per node, one per GPU
-CORES=${SLURM_CPUS_PER_TASK:-8}      # of a rank
-SAVE_SECONDS=${SAVE_SECONDS:-300}    # the run saves and stops so long before the job's end
+NPROC=${NPROC:-${SLURM_NTASKS_PER_NODE:-$(asked ntasks-per-node)}}    # ranks per node, one per GPU
+CORES=${SLURM_CPUS_PER_TASK:-$(asked cpus-per-task)}    # of a rank
+SAVE_SECONDS=${SAVE_SECONDS:-300}    # the run saves so long before the end; --signal above: at 180
 STARTS=${STARTS:-50}                 # most starts by one sbatch; 1: the job is not requeued
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$CORES} WANDB_MODE=${WANDB_MODE:-offline}
 # export NCCL_DEBUG=INFO NCCL_SOCKET_IFNAME=^docker0,lo    # the ^ form never in GLOO_SOCKET_IFNAME
@@ -45,10 +46,10 @@ elif [ -n "${SLURM_JOB_ID:-}" ]; then
   mkdir -p logs
   echo "output: $PWD/$log"
   exec >> "$log" 2>&1
-  # module load cuda
+  # module load cuda || exit 2
   if command -v module > /dev/null; then module list; fi
   echo "$(date) job $SLURM_JOB_ID on ${hosts[*]}"
-  git describe --always --dirty      # the revision of the code
+  git describe --always --dirty 2> /dev/null || echo "the code has no git revision"
   ulimit -c 0                        # no core files
   # The job's end. The last task of an array has the number of the whole array, so name the task.
   job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}
@@ -77,7 +78,8 @@ launch() {   # launch WORD...: start these words NPROC times on each of `hosts`
 }
 train=($PYTHON -u "$SCRIPT" --config "$CONFIG" --work_dir "$RUN_DIR" $ARGS "$@")
 run() { launch "${train[@]}"; }
-source jobs/lib/again.sh             # optional: checks; a start in this job without a bad host
+# Optional: checks before the run, and a start in this job without a bad host.
+if [ -f jobs/lib/again.sh ]; then source jobs/lib/again.sh; fi
 state() { stat -c '%i %y' "$RUN_DIR/$1" 2> /dev/null || :; }      # differs after each write
 status=$(state status.json)
 last=$(state checkpoints/last.pt)
@@ -92,11 +94,11 @@ said=''
 if [[ $said =~ \"code\":\ ([0-9]+) ]]; then code=${BASH_REMATCH[1]}; fi
 if [[ $said =~ \"code\":\ null && $code = 0 ]]; then code=1; fi     # killed without a word
 next=yes
-[[ $said =~ \"code\":\ (75|70|null|1,.*\"suspects\":\ \"[^\"]) ]] || next="no: it ended with $code"
 [ "$(state checkpoints/last.pt)" != "$last" ] || next="no: there is no new checkpoint"
-[ ! -e "$RUN_DIR/STOP" ] || next="no: there is a file $RUN_DIR/STOP"
-[ "$cancelled" = no ] || next="no: the job was cancelled"
 [ $((STARTS - ${SLURM_RESTART_COUNT:-0})) -gt 1 ] || next="no: no start is left of STARTS"
+[ ! -e "$RUN_DIR/STOP" ] || next="no: there is a file $RUN_DIR/STOP"
+[[ $said =~ \"code\":\ (75|70|null|1,.*\"suspects\":\ \"[^\"]) ]] || next="no: it ended with $code"
+[ "$cancelled" = no ] || next="no: the job was cancelled"
 echo "$(date) exit code $code; requeued: $next"
 if [ "$next" = yes ]; then
   trap '' TERM                       # which Slurm sends to this script then

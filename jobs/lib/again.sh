@@ -45,6 +45,7 @@ refuse() {   # refuse MESSAGE: end with code 2, which asks for a correction
 
 check_settings() {
   local own='--(config|work_dir|output_dir|fresh|resume)' name
+  if [ "${#hosts[@]}" = 0 ]; then refuse "no host: DRY_RUN=${DRY_RUN:-} is a number of nodes."; fi
   for name in SCRIPT CONFIG; do
     if [ ! -f "${!name}" ]; then
       refuse "$name=${!name} is not a file in $PWD. Submit from the folder that holds it."
@@ -66,7 +67,7 @@ check_settings() {
   if [ "$VENV" != none ] && [ ! -x "$VENV/bin/python" ]; then
     name="there is no $VENV/bin/python (VENV). $(make_venv)"
     if [ -z "${DRY_RUN:-}" ]; then refuse "$name"; fi
-    echo "$name"
+    echo "ATTENTION: $name"
   fi
   if [ -n "${DRY_RUN:-}" ]; then return; fi
   if ! $PYTHON -c 'import importlib.util as i, sys; sys.exit(not i.find_spec("torch"))'; then
@@ -161,5 +162,5 @@ report() {   # for DRY_RUN
 }
 
 report_file() {
-  if [ -e "$1" ]; then echo "$1 is there"; else echo "$1 is NOT there, in $PWD"; fi
+  if [ -e "$1" ]; then echo "$1 is there"; else echo "ATTENTION: $1 is not there, in $PWD"; fi
 }

@@ -45,7 +45,7 @@ def uninterrupted(copied):
 
 def state_of(folder):
     """(step, {name: tensor}) of the last checkpoint, of the model and the optimizer."""
-    state = torch.load(folder / "runs" / "resume" / "last.pt", weights_only=True)
+    state = torch.load(folder / "runs" / "resume" / "checkpoints" / "last.pt", weights_only=True)
     tensors = dict(state["model"])
     for number, moments in state["optim"]["state"].items():
         tensors |= {f"{number}/{name}": torch.as_tensor(value) for name, value in moments.items()}

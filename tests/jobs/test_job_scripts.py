@@ -99,9 +99,7 @@ def test_what_a_job_does_after_each_end_of_a_run(script, outcomes, given, wanted
 
 @pytest.mark.parametrize("script", [*PBS_SCRIPTS, *SLURM_SCRIPTS])
 def test_a_script_trains_and_goes_on_without_its_optional_part(script, site, project):
-    text = (project / "jobs" / script).read_text()
     shutil.rmtree(project / "jobs" / "lib")
-    (project / "jobs" / script).write_text(text.replace("\nsource ", "\n# source "))
     if script == "pbs.sh":
         site.nodes(2)
     site.fake_launcher("75 143")
@@ -231,12 +229,23 @@ def test_a_dry_run_shows_what_would_start_where_and_from_what(script, line, site
     assert result.returncode == 0 and " jobs/preflight.py " in check, result.text
     assert shlex.split(training)[-5:] == ["x=[1,2]", "y=1", *words], "both lines of ARGS"
     for said in (f"Python: {project}/mine/bin/python", "configs/sedd_uniref50.yaml is there",
-                 "here.fasta is there", "away.fasta is NOT there"):
+                 "here.fasta is there", "ATTENTION: away.fasta is not there"):
         assert said in result.stdout
     assert "SECRET" not in result.text and sorted(project.rglob("*")) == before
     result = bash(project, f"jobs/{script}", DRY_RUN=1, PYTHON="shifter --image=any/one:1 python")
     assert result.returncode == 0 and "no .venv" in result.stdout, "it names what is to be made"
     assert " shifter --image=any/one:1 python -u train_sedd_ddp.py " in result.stdout
+
+
+@pytest.mark.parametrize("script", SLURM_SCRIPTS)
+def test_a_dry_run_under_slurm_shows_the_ranks_that_its_own_lines_ask_for(script, project):
+    text = (project / "jobs" / script).read_text()
+    text = re.sub("(#SBATCH --ntasks-per-node)=.*", r"\1=7", text)
+    (project / "jobs" / script).write_text(re.sub("(#SBATCH --cpus-per-task)=.*", r"\1=5", text))
+    result = bash(project, f"jobs/{script}", DRY_RUN=2)
+    assert "--ntasks=14 --ntasks-per-node=7 --cpus-per-task=5 " in result.stdout
+    result = bash(project, f"jobs/{script}", DRY_RUN="yes")
+    assert result.returncode == 2 and "DRY_RUN=yes" in result.stderr and "srun" not in result.stdout
 
 
 @ONE_OF_EACH
