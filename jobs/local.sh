@@ -58,9 +58,11 @@ option=
 for word in ${words[@]+"${words[@]}"}; do
   case $word,$option in
     --config* | --nproc_per_node*) fail "$word: give the config as CONFIG=..., ranks first" ;;
-    *,--data | *,--datafile | *,--train_data | *,--structures | *,--init_from)
-      [ -e "$word" ] || fail "$option $word: there is no such file or folder, seen from $PWD" ;;
+    --data=* | --datafile=* | --train_data=* | --structures=* | --init_from=*) path=${word#*=} ;;
+    *,--data | *,--datafile | *,--train_data | *,--structures | *,--init_from) path=$word ;;
+    *) path=. ;;
   esac
+  [ -e "$path" ] || fail "there is no file or folder $path, seen from $PWD"
   option=$word
 done
 python=$root/.venv/bin/python

@@ -82,8 +82,10 @@ def describe_batch(run, per_rank, ddp):
         shared = f"{run.micro_batches} micro-batches on {ddp.world_size} ranks"
     else:
         shared = f"accum {run.micro_batches // ddp.world_size} x {ddp.world_size} rank(s)"
+    epochs = run.n_iters / run.steps_per_epoch
     return (f"batch: {per_rank} x {shared} = {run.global_batch:,} per step, "
-            f"{count(run.steps_per_epoch, 'step')} per epoch, {count(run.n_iters, 'step')} in all")
+            f"{count(run.steps_per_epoch, 'step')} per epoch, {count(run.n_iters, 'step')} in all "
+            f"({epochs:,.1f} epochs)")
 
 
 def count(n, what):
