@@ -2,7 +2,7 @@
 
     python examples/resume.py                    # or mpirun -n 2 python ..., srun, torchrun
     touch runs/resume/STOP                       # or Ctrl-C, kill: it saves, and ends with code 75
-    rm runs/resume/STOP; python examples/resume.py            # goes on, on as many ranks
+    rm runs/resume/STOP; python examples/resume.py            # goes on; on the same number of ranks
 
 To use it elsewhere, copy it with ddp_setup.py, ddp_watch.py and ddp_guard.py, and replace the data,
 the model and the loss.
@@ -51,6 +51,9 @@ def main(ddp, watch, run_dir):
     path = Path(run_dir, "checkpoints", "last.pt")
     if broadcast(path.exists(), ddp):       # as rank 0 sees it: all ranks do the same
         state = load_checkpoint(path, ddp)
+        if state["ranks"] != ddp.world_size:    # an epoch has other batches
+            raise ValueError(f"{path} was saved by {state['ranks']} ranks, and this run has "
+                             f"{ddp.world_size}: start {state['ranks']}.")
         unwrap_ddp(model).load_state_dict(state["model"])
         optim.load_state_dict(state["optim"])
         step = state["step"]
@@ -68,10 +71,11 @@ def main(ddp, watch, run_dir):
             reason = watch.stop_reason(step)                    # the same on all ranks
             if reason or step % SAVE_EVERY == 0 or step == EPOCHS * len(loader):
                 save_checkpoint(path, ddp, model=unwrap_ddp(model).state_dict(),
-                                optim=optim.state_dict(), step=step)
+                                optim=optim.state_dict(), step=step, ranks=ddp.world_size)
                 watch.saved(path, step)
                 print0(ddp, f"step {step}  loss {loss.item():.4f}  saved")
             if reason:
+                print0(ddp, f"stops: {reason}")
                 sys.exit(STOPPED)
 
 

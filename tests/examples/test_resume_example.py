@@ -77,5 +77,7 @@ def test_a_stopped_run_says_so_and_goes_on_bit_by_bit(copied, uninterrupted):
     assert json.loads((stop.parent / "status.json").read_text())["code"] == 75
     assert state_of(folder)[0] < 128
     stop.unlink()
+    alone = fork_ranks(1, ["resume.py"], folder)
+    assert alone.returncode == 1 and "saved by 2 ranks" in alone.text, alone.text
     assert fork_ranks(2, ["resume.py"], folder).returncode == 0
     assert_equal(folder, uninterrupted)
