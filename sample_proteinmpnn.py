@@ -70,6 +70,7 @@ class DesignRow(NamedTuple):
     sample: int
     mpnn_score: float
     seq_recovery: float
+    weights: str            # as the user gave them
 
 
 # ---- options ----
@@ -79,8 +80,8 @@ def make_parser():
     parser = Parser(description=__doc__, allow_abbrev=False,
                     epilog="docs/scoring.md explains scores and the files of --out_folder.")
     add = parser.add_argument
-    add("checkpoint", help="weights: a published name (v_48_020, soluble/v_48_010, ca/v_48_020) "
-        "or a file, such as best_model.pt of train_dpo_ddp.py")
+    add("checkpoint", nargs="?", help="weights: a published name (v_48_020, soluble/v_48_010, "
+        "ca/v_48_020) or a file, such as best_model.pt of train_dpo_ddp.py")
     add("structures", nargs="*", metavar="structure", help="PDB or mmCIF files, or folders of them")
     add("--pdb_path", action="append", default=[], metavar="STRUCTURE",
         help="a structure, as in the published tool")
@@ -131,6 +132,8 @@ def read_arguments(argv):
     """Options, with defaults for drawing. ValueError for those that do not fit together."""
     check_no_published_weights(argv)
     args = make_parser().parse_intermixed_args(argv)
+    if args.checkpoint is None:
+        raise ValueError("found no weights; expected them as the first argument, such as v_48_020.")
     args.structures += args.pdb_path
     if not args.structures:
         raise ValueError("found no structure; expected PDB or mmCIF files, or folders of them, "
@@ -284,15 +287,21 @@ def given_batches(design, args, given):
     """Yield a Batch of the sequences given with --score_only, [(header, S (L,))]."""
     for first in range(0, len(given), args.batch_size):
         heads, S = zip(*given[first:first + args.batch_size])
-        old_scores = r",? +(score|global_score|seq_recovery)=[^,\s]*"   # of an earlier call
-        heads = [(title(design, args) + re.sub(old_scores, "", head), "") for head in heads]
+        weights = f", model_name={args.weights}"
+        heads = [(title(design, args) + without_scores(head), weights) for head in heads]
         yield Batch(heads, torch.from_numpy(np.stack(S).astype(np.int64)))
+
+
+def without_scores(head):
+    """A header without scores of an earlier call, and without the weights that gave them."""
+    head = re.sub(r",? +(score|global_score|seq_recovery)=[^,\s]*", "", head)
+    return re.sub(r",? +model_name=[^,]*", "", head)    # a path may have blanks
 
 
 def native_batch(design, args):
     """The Batch of the native sequence."""
     about = (f", fixed_chains={list(design.complex.fixed)}, designed_chains={design.chains}, "
-             f"model_name={Path(args.checkpoint).stem}, seed={args.seed}")
+             f"model_name={args.weights}, seed={args.seed}")
     S = torch.from_numpy(design.complex.S.astype(np.int64))[None]
     return Batch([(design.name, about)], S)
 
@@ -325,7 +334,7 @@ def header(begin, end, figures):
 
 
 def make_results(model, design, args, given, device):
-    """(FASTA text of one structure, its DesignRows).
+    """(FASTA text of one structure, its DesignRows, lines on them or on the given sequences).
 
     given: [(header, S (L,))] of the sequences to score; empty: the native one and drawn ones.
     """
@@ -333,14 +342,23 @@ def make_results(model, design, args, given, device):
     encoding = model.encode(model.graph(**tensors).to(device))
     lines = []
     rows = []
+    counted = []    # (score, recovery) of designs, or of given sequences but the native one
     for batch in batches_of(model, encoding, tensors, design, args, given):
         scores = score(model, encoding, design, args, batch.S)
         for (begin, end), S, (mean, whole) in zip(batch.heads, batch.S.numpy(), scores.tolist()):
             figures = {"score": mean, "global_score": whole, "seq_recovery": recovery(design, S)}
             lines += [header(begin, end, figures), design.text(S)]
+            if batch.draws or given and (S != design.complex.S).any():
+                counted.append((mean, figures["seq_recovery"]))
         if batch.draws:
-            rows += design_rows(design, batch, scores[:, 0].tolist())
-    return "\n".join(lines) + "\n", rows
+            rows += design_rows(design, batch, scores[:, 0].tolist(), args.weights)
+    said = ""
+    if counted:
+        what = "sequences other than the native one" if given else "designs"
+        said = describe_means(design, what, counted)
+    if rows:
+        said += describe_designs(design, rows)
+    return "\n".join(lines) + "\n", rows, said
 
 
 def batches_of(model, encoding, tensors, design, args, given):
@@ -355,15 +373,15 @@ def batches_of(model, encoding, tensors, design, args, given):
 
 # ---- the table of designs ----
 
-def design_rows(design, batch, scores):
-    """The DesignRows of drawn sequences. scores: of each."""
+def design_rows(design, batch, scores, weights):
+    """The DesignRows of drawn sequences. scores: of each. weights: as the user gave them."""
     path = Path(design.structure.name)
     path = path.parent.resolve() / path.name    # so that the table may be copied elsewhere
     rows = []
     for S, (temperature, number), mpnn_score in zip(batch.S.numpy(), batch.draws, scores):
         rows.append(DesignRow(
             path, " ".join(design.chains), " ".join(design.complex.fixed), design.text(S),
-            f"{temperature:g}", number, mpnn_score, recovery(design, S)))
+            f"{temperature:g}", number, mpnn_score, recovery(design, S), weights))
     return rows
 
 
@@ -378,15 +396,19 @@ def csv_text(rows):
     return text.getvalue()
 
 
-def describe_designs(design, rows):
-    """Lines on the DesignRows of a structure."""
-    mean_score = statistics.fmean(row.mpnn_score for row in rows)
-    mean_recovery = statistics.fmean(row.seq_recovery for row in rows)
-    text = (f"{design.name}: mean of {len(rows):,} designs: score {mean_score:.3f}, "
+def describe_means(design, what, counted):
+    """A line on (score, recovery) of sequences of a structure. what: which these are."""
+    mean_score, mean_recovery = map(statistics.fmean, zip(*counted))
+    return (f"{design.name}: mean of {len(counted):,} {what}: score {mean_score:.3f}, "
             f"recovery {mean_recovery:.3f}")
+
+
+def describe_designs(design, rows):
+    """What follows their means on the DesignRows of a structure, and further lines."""
+    text = ""
     if len(rows) > 1:
         letters = np.array([list(row.sequence.replace("/", "")) for row in rows])
-        text += f", diversity {diversity(letters[:, design.drawn[design.rows]]):.3f}"
+        text = f", diversity {diversity(letters[:, design.drawn[design.rows]]):.3f}"
     places = places_of_x(design, rows[0].sequence)
     if places:
         n_unknown = rows[0].sequence.count("X")
@@ -434,6 +456,7 @@ def run(args, ddp):
 def draw_and_score(args, ddp):
     """Read everything, then write structure by structure. Raises ValueError or OSError."""
     paths = structure_files(args.structures)
+    args.weights = args.checkpoint      # as the user gave them: headers and tables name these
     args.checkpoint = str(find_weights(args.checkpoint))
     args.many_in_one = len(paths) > 1 and args.out_folder is None
     for path in args.score_only or ():
@@ -448,10 +471,10 @@ def draw_and_score(args, ddp):
     with open_output(args.out, ddp) as write:
         try:
             for design, sequences in zip(designs, given):
-                text, rows = make_results(model, design, args, sequences, ddp.device)
+                text, rows, said = make_results(model, design, args, sequences, ddp.device)
                 tell(args, design, len(text.splitlines()) // 2, sequences, ddp.device)
-                if rows:
-                    print(in_columns(describe_designs(design, rows)), file=sys.stderr)
+                if said:
+                    print(in_columns(said), file=sys.stderr)
                 if args.out_folder:
                     write_text_atomic(fasta_path(args, design.name), text)
                 else:

@@ -117,7 +117,7 @@ class VariantScorer(NamedTuple):
     """A model that scores variants."""
     weights: str            # hash
     describe: Callable      # function (is the score of binding?) -> (which weights, for the column
-    #                         scored_by; list of lines for the user on these)
+    #                         scored_by; the same for a title; list of lines for the user on these)
     is_sedd: bool           # it sees the mutated chain's sequence alone, else structures
     ca_only: bool           # of a structure it sees CA atoms alone
     longest: float          # residues of a protein
@@ -247,8 +247,8 @@ def choose_correction(weights, number, args):
 
 
 def describe_pairs(pairs, of_binding):
-    """(text for the column scored_by, lines for the user) on pairs of Weights and Correction, with
-    a warning where these do not fit."""
+    """(text for the column scored_by, text for a title, lines for the user) on pairs of Weights and
+    Correction, with a warning where these do not fit."""
     notes = []
     texts = []
     for weights, correction in pairs:
@@ -263,7 +263,8 @@ def describe_pairs(pairs, of_binding):
     if of_binding:
         notes.append(f"{SCORE} is of binding: in the complex less the same of each partner alone, "
                      f"so the unfolded state cancels; {IN_COMPLEX} is corrected as said above")
-    return "; ".join(texts), notes
+    title = "; ".join(title_of_pair(*pair, of_binding) for pair in pairs)
+    return "; ".join(texts), title, notes
 
 
 def text_of_pair(weights, correction, of_binding):
@@ -274,6 +275,15 @@ def text_of_pair(weights, correction, of_binding):
     if of_binding:
         return f"{weights.name} (in the complex - {correction.name})"
     return f"{weights.name} - {correction.name}"
+
+
+def title_of_pair(weights, correction, of_binding):
+    """Weights and those of their correction, for a title, where "X - X" would read as zero."""
+    if of_binding or not correction.name:
+        return weights.name
+    if correction.name == weights.name:
+        return f"{weights.name}, corrected for the unfolded state"
+    return f"{weights.name}, corrected by {correction.name}"
 
 
 def describe_misfit(weights, correction):
@@ -311,7 +321,8 @@ def load_for_sequences(path, args, ddp):
             [protein.changes for protein in proteins], done, args.tokens, dtype, ddp)}
 
     # Letters alone matter: of a structure, a residue that has a CA atom is there.
-    return VariantScorer(hash_of(sedd.model.state_dict()), lambda of_binding: (args.weights, []),
+    return VariantScorer(hash_of(sedd.model.state_dict()),
+                         lambda of_binding: (args.weights, args.weights, []),
                          is_sedd=True, ca_only=True, longest=sedd.max_length, score=score)
 
 
@@ -728,7 +739,7 @@ def run(args, ddp):
     text = (f"{describe(proteins, scorer)}\n{ddp.device}: {weights}, {n:,} variants of "
             f"{len(proteins):,} protein(s)")
     print0(ddp, in_columns(text, hanging="  "), file=sys.stderr)
-    scored_by, notes = scorer.describe(bool(proteins[0].partners))
+    scored_by, title, notes = scorer.describe(bool(proteins[0].partners))
     for note in notes:
         print0(ddp, in_columns(note, hanging="  "), file=sys.stderr)
     with open_output(args.out, ddp) as write:
@@ -744,7 +755,7 @@ def run(args, ddp):
             write(table_text(proteins, results, scored_by, folder))
     if args.measured or args.picture:
         show_on_rank_0(
-            lambda: describe_result(args, proteins, results[SCORE], marks, scored_by), ddp)
+            lambda: describe_result(args, proteins, results[SCORE], marks, title), ddp)
 
 
 def score_all(scorer, proteins, ddp):
@@ -785,10 +796,10 @@ def inputs_of(args, scorer, proteins, measured=()):
             "--unmeasured (hash)": content_key(sorted(map(sorted, measured)))}
 
 
-def describe_result(args, proteins, scores, marks, scored_by):
+def describe_result(args, proteins, scores, marks, title):
     """Text on the correlation, if it was asked for, and on the picture, which is drawn here.
 
-    scored_by: the weights, in words."""
+    title: the weights, in words."""
     lines = []
     report = None
     if args.measured:
@@ -800,7 +811,7 @@ def describe_result(args, proteins, scores, marks, scored_by):
         lines += describe_duplicates(values, "variants", "each row counts")
     if args.picture:
         if args.scan:
-            draw_scan(proteins, scores, args.picture, scored_by, marks)
+            draw_scan(proteins, scores, args.picture, title, marks)
         else:
             draw_measured(proteins, scores, args.picture, report, args.measured,
                           args.lower_is_better)

@@ -113,8 +113,10 @@ SOURCES = {"evostability": rows_of_evostability, "zenodo": rows_of_zenodo, "s264
 
 
 def find(folder, name):
-    """Path of the one file or folder of this name in a folder. Raises ValueError."""
-    found = sorted(folder.rglob(name))
+    """Path of the one file or folder of this name in a folder, not among what macOS adds to an
+    archive. Raises ValueError."""
+    found = sorted(path for path in folder.rglob(name)
+                   if "__MACOSX" not in path.relative_to(folder).parts)
     if not found:
         raise ValueError(f"there is no {name} in {folder}; expected it there, unpacked.")
     return found[0]
@@ -146,8 +148,11 @@ def backbone_lines(path, chain=None):
 
 
 def residues_of(path):
-    """(chain, numbers of its residues, with insertion codes) of the first chain of a PDB file."""
+    """(chain, numbers of its residues, with insertion codes) of the first chain of a PDB file.
+    Raises ValueError or OSError."""
     lines = [line for line in backbone_lines(path) if line[12:16].strip() == "CA"]
+    if not lines:
+        raise ValueError(f"{path} has no CA atom; expected the model of a domain.")
     chain = lines[0][21]
     return chain, [line[22:27].strip() for line in lines if line[21] == chain]
 

@@ -16,7 +16,7 @@ from dpo.plan import rows_on_ranks
 from dpo.reference import WITHOUT_REFERENCE
 from dpo.variant_scores import correlate_variants
 from mpnn.batches import to_device
-from mpnn.evaluation import keep_best
+from mpnn.evaluation import keep_best, weights_lines
 from training.loop import eval_mode
 from training.problems import in_columns
 
@@ -264,16 +264,8 @@ def result_lines(result, progress, folder) -> list[str]:
                        for metric, (_, decimals) in columns.items()]
             lines.append(f"  {name:<10}" + "".join(f" {number:>10}" for number in numbers))
     lines += ranking_lines(result, progress["before"])
-    latest = folder / "latest_model.pt"
-    if best is None:
-        lines.append(f"  weights   {latest}")
-    else:
-        if best["step"] == 0 and "val/loss" in result:
-            lines.append("  ATTENTION: no evaluation was better than the base weights: "
-                         "best_model.pt holds these")
-        lines.append(f"  weights   {folder / 'best_model.pt'} (step {best['step']:,}) and "
-                     f"{latest.name}")
-    return [*lines, f"  metrics   {folder / 'metrics.jsonl'}"]
+    return [*lines, *weights_lines(progress, folder),
+            f"  metrics   {folder / 'metrics.jsonl'}"]
 
 
 def ranking_lines(result, before):
@@ -281,8 +273,10 @@ def ranking_lines(result, before):
     that was not computed at its start and end. before: Run.progress["before"]."""
     if TRAINED not in result or TRAINED not in (before or {}):
         return []
-    return [f"  Spearman  {before[TRAINED]:.3f} before, {result[TRAINED]:.3f} now, of variants "
-            f"that were trained on (up to {MOST_RANKED} proteins)"]
+    text = (f"  Spearman  {before[TRAINED]:.3f} before, {result[TRAINED]:.3f} now, of variants "
+            f"that were trained on (up to {MOST_RANKED} proteins): this does not say how others "
+            "are ranked")
+    return [in_columns(text, hanging=" " * 10)]
 
 
 def number_text(number, decimals):

@@ -39,8 +39,8 @@ SAVE_EVERY = 10     # steps
 
 
 def main(ddp, watch, run_dir):
-    x = torch.randn(1024, 8, generator=torch.Generator().manual_seed(0))                 # your data
-    data = TensorDataset(x, x.sum(1, keepdim=True))
+    points = torch.randn(1024, 8, generator=torch.Generator().manual_seed(0))    # your data
+    data = TensorDataset(points, points.sum(1, keepdim=True))
     model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Dropout(0.1),
                                 torch.nn.Linear(64, 1))
     model = wrap_ddp(model.to(ddp.device), ddp)
@@ -68,8 +68,9 @@ def main(ddp, watch, run_dir):
             optim.zero_grad()
             loss.backward()
             optim.step()
-            reason = watch.stop_reason(step)                    # the same on all ranks
-            if reason or step % SAVE_EVERY == 0 or step == EPOCHS * len(loader):
+            is_last = step == EPOCHS * len(loader)      # it finishes, whatever it is asked for
+            reason = "" if is_last else watch.stop_reason(step)     # the same on all ranks
+            if reason or is_last or step % SAVE_EVERY == 0:
                 save_checkpoint(path, ddp, model=unwrap_ddp(model).state_dict(),
                                 optim=optim.state_dict(), step=step, ranks=ddp.world_size)
                 watch.saved(path, step)
@@ -84,5 +85,6 @@ if __name__ == "__main__":
     parser.add_argument("--work_dir", default="runs/resume")
     parser.add_argument("--config", help="not read here")
     run_dir = parser.parse_args().work_dir
-    with setup_ddp(seed=0) as ddp, watch_run(ddp, run_dir, minutes=20) as watch:
+    # NCCL's own limit of a collective is 10 minutes, and names nobody; the watch's is 20.
+    with setup_ddp(seed=0, timeout=3600) as ddp, watch_run(ddp, run_dir, minutes=20) as watch:
         main(ddp, watch, run_dir)

@@ -20,9 +20,8 @@ if [[ ${1:-} = --help || ${1:-} = -h ]]; then sed -n '1d; /^# /!q; s/^# //p' "$0
 
 # Settings; each can also be given by qsub -v, and then goes on to the next job, as keys do.
 names='SCRIPT|CONFIG|ARGS|RUN_DIR|VENV|PYTHON|NPROC|THREADS|DDP_MPI4PY|PREFLIGHT|SAVE_SECONDS'
-names+='|WALLTIME|JOB|WANDB_.*|HF_.*'
+names+='|MASTER_PORT|WALLTIME|WANDB_.*|HF_.*|NCCL_.*|CCL_.*|FI_.*|https_proxy'
 given=$(compgen -e | grep -xE "$names" | paste -sd, -)
-JOB=${JOB:-jobs/pbs.sh}              # this file: the next job is made from it
 SCRIPT=${SCRIPT:-train_sedd_ddp.py}
 CONFIG=${CONFIG:-configs/sedd_uniref50.yaml}
 ARGS=${ARGS:-}                       # with commas: -v ARGS="'optim.betas=[0.9,0.95]'"
@@ -53,23 +52,30 @@ elif [ -n "${PBS_NODEFILE:-}" ]; then
   if command -v module > /dev/null; then module list; fi
   echo "$(date) job $PBS_JOBID on ${hosts[*]}"
   git describe --always --dirty 2> /dev/null || echo "the code has no git revision"
-  cmp -s "$0" "$JOB" || echo "ATTENTION: JOB=$JOB, the next job's script, differs from this job's"
   ulimit -c 0                        # no core files
 
-  # PBS kills at the walltime without a warning. SECONDS have passed since this script began.
+  # PBS kills at the walltime without a warning. SECONDS: since this script began.
   job=$(qstat -f "$PBS_JOBID" || { sleep 30; qstat -f "$PBS_JOBID"; })
   job=${job//$'\n\t'/}               # lines that qstat has wrapped
   told() { sed -n "s/^ *$1 = //p" <<< "$job"; }
   walltime=${WALLTIME:-$(told Resource_List.walltime)}
   [ -n "$walltime" ] || echo "ATTENTION: qstat tells no walltime: this script's line counts"
   walltime=${walltime:-$(sed -n 's/^#PBS -l walltime=//p' "$0")}
+  if ! [[ $walltime =~ ^([0-9]+):([0-9]+):([0-9]+)$ ]]; then
+    echo "walltime $walltime: expected a time such as 12:00:00; WALLTIME=12:00:00 gives it"
+    exit 2
+  fi
+  began=$(($(date +%s) - SECONDS))
+  stime=$(told stime)                # earlier in an interactive job, or after a long prologue
+  if [ -n "$stime" ]; then began=$(date -d "$stime" +%s); fi
   IFS=: read -r hours minutes seconds <<< "$walltime"
-  ends=$(($(date +%s) - SECONDS + 10#$hours * 3600 + 10#$minutes * 60 + 10#$seconds))
+  ends=$((began + 10#$hours * 3600 + 10#$minutes * 60 + 10#$seconds))
   export DDP_DEADLINE=$((ends - SAVE_SECONDS))
   trap '[ "$(date +%s)" -ge "$ends" ] || cancelled=yes' TERM     # by qdel; later by the walltime
   select=$(told Resource_List.select)
-  if [[ $select =~ ngpus=([0-9]+) && $select: != *:mpiprocs=${BASH_REMATCH[1]}[:+]* ]]; then
-    echo "ATTENTION: of select=$select, ngpus and mpiprocs, the ranks per node, differ"
+  select=${select:-$(sed -n 's/^#PBS -l select=//p' "$0")}
+  if [[ $select =~ ngpus=([0-9]+) && ${BASH_REMATCH[1]} != "$NPROC" ]]; then
+    echo "ATTENTION: select=$select, but $NPROC rank(s) per node (mpiprocs or NPROC)"
   fi
 else
   echo "submit this with qsub, or see its first lines: bash $0 --help" >&2
@@ -84,6 +90,7 @@ export TMPDIR=/tmp                   # that of PBS is too long for sockets of mu
 # Open MPI, MPICH and Intel MPI understand this line. Open MPI by itself would bind ranks to single
 # cores, and pass no variables to other hosts. They come in a file that only you can read: any user
 # of a host reads command lines, and some variables are keys.
+port=${MASTER_PORT:-}
 hostfile=$(mktemp)
 environment=logs/environment-${PBS_JOBID:-0}
 trap 'rm -f "$hostfile" "$environment"' EXIT
@@ -93,21 +100,26 @@ launch() {   # launch WORD...: start these words NPROC times on each of `hosts`
   done > "$hostfile"
   export DDP_WORLD_SIZE=$((${#hosts[@]} * NPROC))
   export I_MPI_PERHOST=$NPROC        # else Intel MPI under PBS deals ranks to the hosts in turn
-  # Without mpi4py, which sends rank 0's address:
-  [ "$DDP_MPI4PY" != 0 ] || export MASTER_ADDR=${hosts[0]} MASTER_PORT=$((20000 + RANDOM % 10000))
+  if [ "$DDP_MPI4PY" = 0 ]; then     # else rank 0 sends its address by MPI
+    export MASTER_ADDR=${hosts[0]} MASTER_PORT=${port:-$((20000 + RANDOM % 10000))}
+    if [ "${#hosts[@]}" = 1 ]; then MASTER_ADDR=127.0.0.1; fi
+  fi
   set -- mpirun -n "$DDP_WORLD_SIZE" --hostfile "$hostfile" --bind-to none \
     bash -c 'source "$0" && exec "$@"' "$environment" "$@"
   printf '%q ' "$@"; echo
   if [ -n "${DRY_RUN:-}" ]; then return; fi
   rm -f "$environment"               # of the start before
-  others='PBS_.*|PMI.*|OMPI_.*|PRTE_.*|PWD|OLDPWD|SHLVL|_|HOSTNAME'    # each host has its own
+  # Each host has its own.
+  others='PBS_.*|PMI.*|OMPI_.*|PRTE_.*|PWD|OLDPWD|SHLVL|_|HOST(NAME)?|SSH_.*|XDG_.*|DISPLAY|NCPUS'
+  others+='|(CUDA|ROCR|HIP)_VISIBLE_DEVICES|ZE_AFFINITY_MASK'
   (umask 077; declare -p $(compgen -e | grep -vxE "$others") > "$environment")
   "$@"
 }
 train=($PYTHON -u "$SCRIPT" --config "$CONFIG" --work_dir "$RUN_DIR" $ARGS "$@")
 run() { launch "${train[@]}"; }
 # Optional: checks before the run, and a start in this job without a bad host.
-if [ -f jobs/lib/again.sh ]; then source jobs/lib/again.sh; fi
+again=jobs/lib/again.sh
+if [ -f $again ]; then source $again; else echo "without $again: nothing is checked"; fi
 state() { stat -c '%i %y' "$RUN_DIR/$1" 2> /dev/null || :; }      # differs after each write
 status=$(state status.json)
 last=$(state checkpoints/last.pt)
@@ -121,7 +133,7 @@ said=''
 [ "$(state status.json)" = "$status" ] || said=$(cat "$RUN_DIR/status.json")
 if [[ $said =~ \"code\":\ ([0-9]+) ]]; then code=${BASH_REMATCH[1]}; fi
 if [[ $said =~ \"code\":\ null && $code = 0 ]]; then code=1; fi     # killed without a word
-next=yes
+next=yes                             # else the last reason that applies
 [ "$(state checkpoints/last.pt)" != "$last" ] || next="no: there is no new checkpoint"
 [ "$STARTS" -gt 1 ] || next="no: no start is left of STARTS"
 [ "${PBS_ENVIRONMENT:-}${PBS_ARRAY_INDEX:-}" = PBS_BATCH ] || next="no: interactive, or an array"
@@ -134,9 +146,9 @@ if [ "$next" = yes ]; then
   account=$(told Account_Name)
   select=$(told Resource_List.select)
   submit=(qsub -W "depend=afterany:$PBS_JOBID" -q "$PBS_O_QUEUE" ${account:+-A "$account"}
-    ${select:+-l "select=$select"} -l "walltime=$walltime" -v "STARTS${given:+,$given}" "$JOB")
+    ${select:+-l "select=$select"} -l "walltime=$walltime" -v "STARTS${given:+,$given}" "$0")
   "${submit[@]}" || { sleep 60; "${submit[@]}"; } || echo "not submitted: ${submit[*]}
-Give the same qsub as for this job. What your site demands more, write as #PBS lines into $JOB."
+Give the same qsub again. What your site demands more, write as #PBS lines into the script."
 fi
 set +eu                              # for ~/.bash_logout, which a login shell runs now
 exit "$code"

@@ -22,7 +22,6 @@
 # shellcheck disable=SC2046,SC2206,SC2207   # words are split on purpose
 if [[ ${1:-} = --help || ${1:-} = -h ]]; then sed -n '1d; /^# /!q; s/^# //p' "$0"; exit; fi
 
-asked() { sed -n "s/^#SBATCH --$1=\([0-9]*\).*/\1/p" "$0"; }     # by the lines above, for DRY_RUN
 # Settings; each can also be given in front of sbatch.
 SCRIPT=${SCRIPT:-train_sedd_ddp.py}
 CONFIG=${CONFIG:-configs/sedd_uniref50.yaml}
@@ -30,11 +29,12 @@ ARGS=${ARGS:-}                       # more arguments of SCRIPT, separated by bl
 RUN_DIR=${RUN_DIR:-runs/$(basename "${CONFIG%.*}")}
 VENV=${VENV:-.venv-perlmutter}       # on top of the module; none: the module or a container
 PYTHON=${PYTHON:-python}             # also several words, for a container: docs/machines.md
+asked() { sed -n "s/^#SBATCH --$1=\([0-9]*\).*/\1/p" "$0"; }     # by this script's lines
 NPROC=${NPROC:-${SLURM_NTASKS_PER_NODE:-$(asked ntasks-per-node)}}    # ranks per node, one per GPU
 CORES=${SLURM_CPUS_PER_TASK:-$(asked cpus-per-task)}    # of a rank: hardware threads
 SAVE_SECONDS=${SAVE_SECONDS:-300}    # the run saves so long before the end; --signal above: at 180
-STARTS=${STARTS:-50}                 # most starts by one sbatch; 1: the job is not requeued
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$CORES} WANDB_MODE=${WANDB_MODE:-offline}
+STARTS=${STARTS:-50}                 # most starts of the job; 1: it is not requeued
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((CORES / 2))} WANDB_MODE=${WANDB_MODE:-offline}
 export FI_MR_CACHE_MONITOR=userfaultfd         # as in examples of NERSC
 # export NCCL_DEBUG=INFO NCCL_SOCKET_IFNAME=^docker0,lo    # the ^ form never in GLOO_SOCKET_IFNAME
 
@@ -81,7 +81,8 @@ launch() {   # launch WORD...: start these words NPROC times on each of `hosts`
 train=($PYTHON -u "$SCRIPT" --config "$CONFIG" --work_dir "$RUN_DIR" $ARGS "$@")
 run() { launch "${train[@]}"; }
 # Optional: checks before the run, and a start in this job without a bad host.
-if [ -f jobs/lib/again.sh ]; then source jobs/lib/again.sh; fi
+again=jobs/lib/again.sh
+if [ -f $again ]; then source $again; else echo "without $again: nothing is checked"; fi
 state() { stat -c '%i %y' "$RUN_DIR/$1" 2> /dev/null || :; }      # differs after each write
 status=$(state status.json)
 last=$(state checkpoints/last.pt)
@@ -95,7 +96,7 @@ said=''
 [ "$(state status.json)" = "$status" ] || said=$(cat "$RUN_DIR/status.json")
 if [[ $said =~ \"code\":\ ([0-9]+) ]]; then code=${BASH_REMATCH[1]}; fi
 if [[ $said =~ \"code\":\ null && $code = 0 ]]; then code=1; fi     # killed without a word
-next=yes
+next=yes                             # else the last reason that applies
 [ "$(state checkpoints/last.pt)" != "$last" ] || next="no: there is no new checkpoint"
 [ $((STARTS - ${SLURM_RESTART_COUNT:-0})) -gt 1 ] || next="no: no start is left of STARTS"
 [ ! -e "$RUN_DIR/STOP" ] || next="no: there is a file $RUN_DIR/STOP"

@@ -156,16 +156,24 @@ def result_lines(result, progress, folder) -> list[str]:
     lines = []
     for prefix, name in SETS.items():
         lines += table_lines(prefix, name, moments)
+    return [*lines, *weights_lines(progress, folder),
+            f"  metrics   {folder / 'metrics.jsonl'}"]
+
+
+def weights_lines(progress, folder) -> list[str]:
+    """Lines on which weights a run has left, and whether the best are still those of its start."""
+    best = progress["best"]     # None without validation
     latest = folder / "latest_model.pt"
     if best is None:
-        lines.append(f"  weights   {latest}")
-    else:
-        if best["step"] == 0 and "val/loss" in result:
-            lines.append("  ATTENTION: no evaluation was better than the base weights:")
-            lines.append("  best_model.pt holds these")
-        lines.append(f"  weights   {folder / 'best_model.pt'} (step {best['step']:,}) and "
-                     f"{latest.name}")
-    return [*lines, f"  metrics   {folder / 'metrics.jsonl'}"]
+        return [f"  weights   {latest}"]
+    lines = []
+    if best["step"] == 0:
+        text = ("  ATTENTION: best_model.pt is still the base weights, as no later evaluation was "
+                f"better; {latest.name} has step {progress['step']:,}")
+        lines.append(in_columns(text, hanging="  "))
+    lines.append(f"  weights   {folder / 'best_model.pt'} (step {best['step']:,}) and "
+                 f"{latest.name}")
+    return lines
 
 
 def table_lines(prefix, name, moments):

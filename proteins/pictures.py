@@ -9,10 +9,12 @@ are named in words: which ones, and by which others their scores are corrected.
 """
 import math
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from proteins.correlation import Report
+from proteins.letters import AMINO_ACIDS, decode
 from proteins.mutations import Protein
 from proteins.proposals import MEASURED, PROPOSED, UNMARKED
 from proteins.scores import label_of, partners_of
@@ -20,11 +22,13 @@ from training.figures import make_figure, save_figure
 
 LETTERS_BY_KIND = "GAVLIMCPFWYSTNQHKRDE"    # small and greasy, aromatic, polar, charged
 PER_LINE = 60           # residues at most: a page shows a line of these at a size one can read
-TICK = 10               # residues from one number to the next
+TICK = 10               # residues from one number to the next, in a line that leaves out none
+SHORT_GAP = 4           # rows without a residue: fewer of them are drawn, in grey
 INCHES = 0.14           # of a cell
-LEAST_WIDTH = 4.0       # inches, for the title
+LEAST_COLUMNS = 24      # room for the titles
 WITHIN = 0.995          # part of the scores that the colours tell apart
 DPI = 130
+CUT = 3                 # points, of the gap where residues are left out; a line is in its middle
 GREY = "0.85"           # of cells without a score, such as gaps
 SCALE = "score, nats (above 0: the mutant is preferred)"
 BINDING_SCALE = "score of binding, nats (above 0: the mutant binds more strongly)"
@@ -38,39 +42,51 @@ MARKS = {MEASURED: {"label": "measured", "marker": "x", "s": 14, "color": "black
                     "edgecolors": "#00a000", "linewidths": 1.6}}
 
 
+class Line(NamedTuple):
+    """A line of a heat map: n columns, of residues of one chain."""
+    title: str
+    labels: list[str]           # number of each residue in the file, "" for a gap
+    wild_types: list[str]       # its letter, or ""
+    cells: np.ndarray           # (20, n) scores, 0 of the wild type, nan where there is none
+    marked: np.ndarray          # (20, n)
+    cuts: list[int]             # columns before which residues are left out
+
+
 def draw_scan(proteins: list[Protein], scores: list[np.ndarray], path, weights: str,
               marks: list[np.ndarray] | None = None) -> None:
-    """Draw the scores of all single mutations of a protein: a line of cells for each letter.
+    """Draw the scores of single mutations of a protein: a row of cells for each letter.
 
-    Long chains are wrapped into lines of equal length.
+    Residues without a score are left out, but for short gaps. Long chains are wrapped into lines of
+    equal length.
 
     Args:
         weights: names of those that gave the scores, for the title.
-        marks:   (n,) of each protein, what of MARKS its variants have; None: no marks and no legend
-                 of them.
+        marks:   (n,) of each protein, what of MARKS its variants have; None: no marks.
     Raises: ImportError without matplotlib."""
-    blocks = []     # (title, labels, wild types, cells (20, n), marks (20, n))
+    lines = []
     for number, protein in enumerate(proteins):
         if marks is None:
             protein_marks = np.full(len(protein.variants), UNMARKED)
         else:
             protein_marks = marks[number]
         for chain in protein.complex.design:
-            blocks += blocks_of(protein, chain, scores[number], protein_marks)
+            lines += chain_lines(protein, chain, scores[number], protein_marks)
     limit = float(np.quantile(np.abs(np.concatenate(scores)), WITHIN)) or 1.0
-    longest = max(cells.shape[1] for *_, cells, _ in blocks)
-    width = max(INCHES * longest + 1.6, LEAST_WIDTH)
-    height = (INCHES * len(LETTERS_BY_KIND) + 0.75) * len(blocks) + 0.5
+    longest = max(LEAST_COLUMNS, *(line.cells.shape[1] for line in lines))
+    width = INCHES * longest + 1.6
+    height = (INCHES * len(LETTERS_BY_KIND) + 0.75) * len(lines) + 0.5
     figure = make_figure(figsize=(width, height))
+    figure.set_layout_engine("compressed")      # constrained cuts the letters of a tall figure
     figure.suptitle(f"Scores by {weights}".replace("$", r"\$"), fontsize=10, wrap=True)
-    axes = figure.subplots(len(blocks), 1, squeeze=False)[:, 0]
-    for axis, block in zip(axes, blocks):
-        image = draw_block(axis, *block, longest, limit)
+    axes = figure.subplots(len(lines), 1, squeeze=False)[:, 0]
+    for axis, line in zip(axes, lines):
+        image = draw_line(axis, line, longest, limit)
     bar = figure.colorbar(image, ax=list(axes), extend="both", fraction=0.02, pad=0.01,
                           shrink=min(1.0, 3.0 / height + 0.3))
     bar.set_label(f"{scale_of(proteins)}\n{DOT}")
-    if marks is not None:
-        shown = [axes[0].scatter([], [], **style) for style in MARKS.values()]
+    shown = [axes[0].scatter([], [], **style) for mark, style in MARKS.items()
+             if any((line.marked == mark).any() for line in lines)]
+    if shown:
         figure.legend(handles=shown, loc="outside lower left", ncols=len(shown), fontsize=8,
                       frameon=False)
     save_figure(figure, path, DPI)
@@ -81,11 +97,8 @@ def scale_of(proteins):
     return BINDING_SCALE if proteins[0].partners else SCALE
 
 
-def blocks_of(protein, chain, scores, marks):
-    """[(title, labels, wild types, cells, marked)] of the lines of a chain.
-
-    labels: number of each residue in the file, "" for a gap. wild types: its letter, or "".
-    cells: (20, n) scores, 0 of the wild type, nan where there is none. marked: (20, n)."""
+def chain_lines(protein, chain, scores, marks):
+    """List of the Lines of a chain."""
     numbers = protein.structure.chains[chain].numbers
     place = {number: k for k, number in enumerate(numbers) if number}
     cells = np.full((len(LETTERS_BY_KIND), len(numbers)), math.nan)
@@ -100,17 +113,42 @@ def blocks_of(protein, chain, scores, marks):
             wild_types[k] = mutation.wild_type
             cells[LETTERS_BY_KIND.index(mutation.wild_type), k] = 0
     scored = [k for k, letter in enumerate(wild_types) if letter]
+    if not scored:
+        return []
     name = Path(protein.name).name
     if protein.has_structure:
         name += f", chain {chain}"
     if protein.partners:
         name += f", binding of {partners_of(protein)}"
-    blocks = []
-    for part in lines_of(scored[0], scored[-1] + 1) if scored else ():
-        labels = [number or "" for number in numbers[part]]
-        blocks.append((f"{name}: {labels[0]} to {labels[-1]}", labels, wild_types[part],
-                       cells[:, part], marked[:, part]))
-    return blocks
+    rows, cuts = rows_of(protein.structure.chains[chain], scored)
+    lines = []
+    for part in lines_of(0, len(rows)):
+        shown = rows[part]
+        labels = [numbers[k] or "" for k in shown]
+        present = [label for label in labels if label]
+        lines.append(Line(f"{name}: {present[0]} to {present[-1]}", labels,
+                          [wild_types[k] for k in shown], cells[:, shown], marked[:, shown],
+                          [cut - part.start for cut in cuts if part.start < cut < part.stop]))
+    return lines
+
+
+def rows_of(chain, scored):
+    """(rows of a Chain that are drawn, the places among these before which some are left out).
+
+    scored: rows that have scores. Between them, short gaps are drawn: a residue that could have a
+    score, but has none, was not asked for."""
+    letters = decode(chain.S)
+    rows = scored[:1]
+    cuts = []
+    for last, row in zip(scored, scored[1:]):
+        between = range(last + 1, row)
+        is_gap = not any(chain.resolved[k] and letters[k] in AMINO_ACIDS for k in between)
+        if is_gap and len(between) < SHORT_GAP:
+            rows += between
+        else:
+            cuts.append(len(rows))
+        rows.append(row)
+    return rows, cuts
 
 
 def lines_of(first, end):
@@ -120,24 +158,32 @@ def lines_of(first, end):
     return [slice(start, stop) for start, stop in zip(ends, ends[1:])]
 
 
-def draw_block(axis, title, labels, wild_types, cells, marked, longest, limit):  # noqa: PLR0913
-    """Draw one line of a heat map. Returns the image, of which the colour bar is made."""
+def draw_line(axis, line, longest, limit):
+    """Draw a Line of a heat map. Returns the image, of which the colour bar is made."""
     from matplotlib import colormaps
     colours = colormaps["RdBu"].with_extremes(bad=GREY)
-    image = axis.imshow(cells, cmap=colours, vmin=-limit, vmax=limit, interpolation="nearest")
+    image = axis.imshow(line.cells, cmap=colours, vmin=-limit, vmax=limit, interpolation="nearest")
     axis.spines[:].set_visible(False)       # they would frame the empty end of a line
-    dots = [(k, LETTERS_BY_KIND.index(letter)) for k, letter in enumerate(wild_types) if letter]
-    axis.scatter(*zip(*dots), s=9, color="black", linewidths=0)
+    for column in line.cuts:
+        axis.axvline(column - 0.5, color="white", linewidth=CUT)
+        axis.axvline(column - 0.5, color="0.4", linewidth=CUT / 5)
+    columns = [k for k, letter in enumerate(line.wild_types) if letter]
+    rows = [LETTERS_BY_KIND.index(line.wild_types[k]) for k in columns]
+    axis.scatter(columns, rows, s=9, color="black", linewidths=0)
     for mark, style in MARKS.items():
-        rows, columns = np.nonzero(marked == mark)
+        rows, columns = np.nonzero(line.marked == mark)
         axis.scatter(columns, rows, **style)
     axis.set_xlim(-0.5, longest - 0.5)      # cells of all lines have one width
     axis.set_yticks(range(len(LETTERS_BY_KIND)), LETTERS_BY_KIND, fontsize=7,
                     family="monospace")
-    ticks = [k for k, label in enumerate(labels) if label.isdigit() and int(label) % TICK == 0]
-    axis.set_xticks(ticks, [labels[k] for k in ticks], fontsize=8)
-    axis.set_title(title, fontsize=9, loc="left", pad=14)
-    for k, letter in enumerate(wild_types):
+    if line.cuts:
+        axis.set_xticks(range(len(line.labels)), line.labels, fontsize=7, rotation=90)
+    else:
+        ticks = [k for k, label in enumerate(line.labels)
+                 if label.isdigit() and int(label) % TICK == 0]
+        axis.set_xticks(ticks, [line.labels[k] for k in ticks], fontsize=8)
+    axis.set_title(line.title, fontsize=9, loc="left", pad=14)
+    for k, letter in enumerate(line.wild_types):
         axis.text(k, -0.9, letter, ha="center", va="bottom", fontsize=7, family="monospace")
     return image
 

@@ -24,7 +24,7 @@ monitoring: {{n_samples: 1, sample_steps: 2}}
 """
 # train_sedd_ddp.py, whose steps take half a second while there is a file `slow`, so that what comes
 # from outside meets a run.
-DRIVER = """
+DRIVER = """# It has training.micro_batches.
 if __name__ == "__main__":
     import ddp_guard
     ddp_guard.supervise()
@@ -47,7 +47,8 @@ SETTINGS = {"SCRIPT": "driver.py", "CONFIG": "config.yaml", "RUN_DIR": "runs/min
 # In place of mpiexec and srun. A line of `outcomes` per call: what status.json says (-: none), the
 # exit code, and perhaps `old` (no new checkpoint), `stop` (a file STOP), `cancel` (SIGTERM to the
 # job), `late` (the same once its time is over), `suspect` (of a pre-flight, which names hostA), or
-# what the guard of a rank says: `dies:HOST`, `early:HOST` before the ranks have met, `hangs:HOST`
+# what the guard of a rank says: `dies:HOST`, `early:HOST` before the ranks have met, `leaving:HOST`
+# after the run has said how it ends, `hangs:HOST`
 # (or `HOST,HOST`), `loads:HOST` (a hang before the first step), `raises:HOST`.
 FAKE_LAUNCHER = """#!/bin/bash
 echo "$DDP_WORLD_SIZE $*" >> "$SITE/launched"
@@ -70,7 +71,7 @@ case $more in
     echo "FAILED: rank 1 of 4 on $host: died without a word (SIGKILL). No checkpoint"
     suspects=$host
     ;;
-  early:*) echo "FAILED: rank 1 on $host: died without a word" ;;
+  early:* | leaving:*) echo "FAILED: rank 1 on $host: died without a word" ;;
   raises:*) echo "FAILED: rank 1 of 4 on $host: ValueError: no. Last checkpoint: any" ;;
   loads:*) echo "FAILED: rank 0 of 4 on $host: no progress for 8 s, last step None. See above" ;;
   hangs:*,*) echo "FAILED: 4 ranks on 2 hosts: no progress for 8 s. Late: rank 0 on $host" ;;

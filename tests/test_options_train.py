@@ -5,6 +5,7 @@ or an option of --help without a row fails."""
 import contextlib
 import io
 import json
+import os
 import re
 import signal
 import sys
@@ -316,27 +317,38 @@ KEYS = {
             {"data.other_structures": "DATA/few", "data.cache": "DATA/other.pt"},
             has("other/loss")),
         "data.max_length": (40, LOSS),
+        "data.identity": ({"data.identity": 0.9, "data.cache": "DATA/identity.pt"},
+                          changes("val/loss"), VALIDATES),
+        "data.homologous": (
+            {"data.homologous": 0.1, "data.cache": "DATA/homologous.pt"}, LOSS),
         "data.cache": (DROP, lambda before, after: (
             after.folder.with_name("w.structures.pt").exists()))}}
 
-# Keys whose effect needs more than two runs of one process: FILE: TEXT of the test that shows it.
+# {(script, key) whose effect needs more than two runs of one process: FILE: its test}
 ELSEWHERE = {
-    "training.num_workers": "tests/training/test_resumed_runs.py: then with a process that reads",
-    "monitoring.check_sync_every": "tests/training/test_loop.py: def come_apart",
-    "table.group": "tests/dpo/test_tables.py: def test_proteins_of_a_group_are_on_one_side",
-    "table.copies": "tests/dpo/test_tables.py: def test_a_mutation_is_put_into_all_copies",
-    "data.identity": "tests/dpo/test_tables.py: def test_relatives_of_less_identity",
-    "data.homologous": "tests/proteins/test_structure_sets.py: def test_homologous_chains_are_"}
-HERE = {}       # {key or option: the last test below that shows its effect}
+    ("dpo", "table.group"):
+        "tests/dpo/test_tables.py: "
+        "test_proteins_of_a_group_are_on_one_side_whatever_their_sequences",
+    ("dpo", "table.copies"):
+        "tests/dpo/test_tables.py: "
+        "test_a_mutation_is_put_into_all_copies_of_its_chain_if_asked_for",
+    ("dpo", "data.identity"):
+        "tests/dpo/test_tables.py: "
+        "test_relatives_of_less_identity_than_asked_for_may_be_on_both_sides"}
+HERE = set()    # (script, key or option) whose effect a test below shows
 
 
-def shows(*keys):
-    """A test that shows the effect of keys that need more than a row."""
+def shows(*keys, scripts=tuple(KEYS)):
+    """A test of each of these scripts, which shows the effect of keys that need more than a row."""
     def note(test):
-        for key in keys:
-            HERE[key] = test.__name__
-        return test
+        HERE.update((script, key) for script in scripts for key in keys)
+        return pytest.mark.parametrize("script", scripts)(test)
     return note
+
+
+def shown_for(script):
+    """Keys and options of a script that a test shows, other than by a row."""
+    return {key for its, key in {*ELSEWHERE, *HERE} if its == script}
 
 
 def row_of(table, key):
@@ -358,9 +370,9 @@ def test_a_key_has_its_effect(script, key, run_with):
 @pytest.mark.parametrize("script", KEYS)
 def test_each_key_of_a_script_has_an_effect_in_a_test(script):
     documented = set(names_of_keys(SCRIPTS[script].Config))
-    shown = {*KEYS[script], *ELSEWHERE, *HERE}
+    shown = {key for key in shown_for(script) if not key.startswith("--")} | KEYS[script].keys()
     assert documented - shown == set(), "keys without a row"
-    assert KEYS[script].keys() - documented == set(), "rows without a key"
+    assert shown - documented == set(), "rows without a key"
 
 
 # ---- keys that need more than a row ----
@@ -390,7 +402,6 @@ def start(line_of, tmp_path):
     return run
 
 
-@ALL
 @shows("monitoring.tensorboard", "monitoring.wandb")
 def test_rows_are_sent_to_trackers(script, start, monkeypatch):
     """To modules that take the place of theirs: tests/training/test_trackers.py has the real ones.
@@ -408,7 +419,6 @@ def test_rows_are_sent_to_trackers(script, start, monkeypatch):
     assert wandb.init.return_value.log.call_count == len(steps)
 
 
-@ALL
 @shows("monitoring.watchdog_minutes")
 def test_the_limit_without_progress_is_set(script, start, monkeypatch):
     limits = []
@@ -419,7 +429,6 @@ def test_the_limit_without_progress_is_set(script, start, monkeypatch):
     assert min(limits) == 9 * 60
 
 
-@ALL
 @shows("training.max_bad_steps")
 def test_more_bad_steps_than_allowed_end_a_run(script, start, monkeypatch):
     real = SCRIPTS[script].micro_batch_loss
@@ -436,7 +445,6 @@ def test_more_bad_steps_than_allowed_end_a_run(script, start, monkeypatch):
         assert ran.code == code, ran.text
 
 
-@ALL
 @shows("training.stop_signals")
 def test_a_signal_of_the_list_stops_a_run(script, start, tmp_path, monkeypatch):
     real = SCRIPTS[script].exchange
@@ -451,7 +459,6 @@ def test_a_signal_of_the_list_stops_a_run(script, start, tmp_path, monkeypatch):
     assert read_status(tmp_path / "w")["step"] < 3
 
 
-@ALL
 @shows("ddp.find_unused_parameters", "ddp.gradient_as_bucket_view")
 def test_options_of_ddp_reach_it(script, start, monkeypatch):
     spy = mock.Mock(wraps=SCRIPTS[script].wrap_ddp)
@@ -461,23 +468,47 @@ def test_options_of_ddp_reach_it(script, start, monkeypatch):
     assert spy.call_args.kwargs == given
 
 
-@shows("memory.compile")
-def test_blocks_are_compiled_where_this_is_asked_for(start, monkeypatch):
+@shows("training.num_workers")
+def test_as_many_processes_prepare_batches_as_asked_for(script, start, tmp_path, monkeypatch):
+    def start_worker(worker_id, signals):
+        (tmp_path / f"worker_{worker_id}_of_{os.getppid()}").touch()
+
+    monkeypatch.setattr("training.loop.start_worker", start_worker)
+    assert start(script, training__n_iters=1).code == 0
+    ran = start(script, "--fresh", training__n_iters=1, training__num_workers=2)
+    assert ran.code == 0, ran.text
+    found = sorted(path.name for path in tmp_path.glob("worker_*"))
+    assert found == [f"worker_{number}_of_{os.getpid()}" for number in (0, 1)]
+
+
+@shows("monitoring.check_sync_every")
+def test_weights_are_compared_as_often_as_asked_for(script, start, monkeypatch):
+    """How, tests/training/test_loop.py shows on three ranks."""
+    check = mock.Mock()
+    monkeypatch.setattr("training.loop.check_in_sync", check)
+    for every, times in ((0, 0), (3, 1), (2, 2), (1, 3)):     # and at the end
+        check.reset_mock()
+        ran = start(script, "--fresh", monitoring__check_sync_every=every)
+        assert ran.code == 0 and check.call_count == times, ran.text
+
+
+@shows("memory.compile", scripts=["sedd"])
+def test_blocks_are_compiled_where_this_is_asked_for(script, start, monkeypatch):
     compiled = []
     monkeypatch.setattr(torch.nn.Module, "compile", lambda block, **_: compiled.append(block))
-    assert start("sedd", memory__compile="true", model__n_blocks=2).code == 0
+    assert start(script, memory__compile="true", model__n_blocks=2).code == 0
     assert len(compiled) == 2
 
 
-@shows("data.most_broken")
-def test_more_files_that_cannot_be_read_than_allowed_are_refused(start, data, tmp_path):
+@shows("data.most_broken", scripts=["mpnn"])
+def test_more_files_that_cannot_be_read_than_allowed_are_refused(script, start, data, tmp_path):
     folder = tmp_path / "some"
     folder.mkdir()
     for path in (data / "few").iterdir():
         (folder / path.name).write_bytes(path.read_bytes())
     (folder / "broken.pdb").write_text("ATOM\n")
-    assert start("mpnn", data__structures=folder, data__cache=tmp_path / "c.pt").code == 2
-    ran = start("mpnn", data__structures=folder, data__cache=tmp_path / "c.pt",
+    assert start(script, data__structures=folder, data__cache=tmp_path / "c.pt").code == 2
+    ran = start(script, data__structures=folder, data__cache=tmp_path / "c.pt",
                 data__most_broken=0.5)
     assert ran.code == 0, ran.text
 
@@ -497,21 +528,30 @@ def test_the_config_for_real_proteins_on_cpus_trains(data, tmp_path):
 
 # ---- options ----
 
-@pytest.mark.parametrize("script, option, folder", [
-    *((script, None, "runs/mine") for script in KEYS),
-    *((script, "--work_dir", "a") for script in KEYS),
-    ("dpo", "--output_dir", "a"), ("mpnn", "--output_dir", "a")])
-@shows("--config", "--work_dir", "--output_dir")
-def test_a_run_is_named_by_its_config_or_by_an_option(script, option, folder, line_of, tmp_path):
-    (tmp_path / "mine.yaml").write_text("training: {n_iters: 1}\n")
-    line = [word for word in line_of(script) if not word.startswith("training.n_iters")]
-    words = [option, folder] if option else []
-    ran = run_tool(SCRIPTS[script].main, ["--config", "mine.yaml", *line, *words], tmp_path)
-    assert ran.code == 0, ran.text
-    assert len((tmp_path / folder / "metrics.jsonl").read_text().splitlines()) == 1
+@pytest.fixture
+def assert_written(line_of, tmp_path):
+    """Function: (script, words, folder): with these words a run of a step is written there."""
+    def run(script, words, folder):
+        (tmp_path / "mine.yaml").write_text("training: {n_iters: 1}\n")
+        line = [word for word in line_of(script) if not word.startswith("training.n_iters")]
+        ran = run_tool(SCRIPTS[script].main, ["--config", "mine.yaml", *line, *words], tmp_path)
+        assert ran.code == 0, ran.text
+        assert len((tmp_path / folder / "metrics.jsonl").read_text().splitlines()) == 1
+
+    return run
 
 
-@ALL
+@shows("--config", "--work_dir")
+@pytest.mark.parametrize("words, folder", [([], "runs/mine"), (["--work_dir", "a"], "a")])
+def test_a_run_is_named_by_its_config_or_by_an_option(script, words, folder, assert_written):
+    assert_written(script, words, folder)
+
+
+@shows("--output_dir", scripts=["dpo", "mpnn"])
+def test_a_run_is_named_as_the_original_names_it(script, assert_written):
+    assert_written(script, ["--output_dir", "a"], "a")
+
+
 @shows("--resume", "--fresh")
 def test_a_run_goes_on_or_is_renamed(script, start, tmp_path):
     assert start(script).code == 0
@@ -525,7 +565,6 @@ def test_a_run_goes_on_or_is_renamed(script, start, tmp_path):
     assert load_checkpoint(str(tmp_path / "w.old1" / "checkpoints" / "last.pt"))["step"] == 3
 
 
-@ALL
 @shows("--plan")
 def test_a_plan_is_printed_and_nothing_is_written(script, start):
     ran = start(script, "--plan", "1,2")
@@ -533,14 +572,12 @@ def test_a_plan_is_printed_and_nothing_is_written(script, start):
     assert ran.code == 0 and ran.files == {} and rows[:2] == ["1", "2"], ran.text
 
 
-@ALL
 @shows("--device", "--backend")
 def test_device_or_backend_are_taken(script, start):
     ran = start(script, "--device", "cpu", "--backend", "gloo")
     assert ran.code == 0 and "asked for device cpu, backend gloo" in " ".join(ran.out.split())
 
 
-@ALL
 @shows("--ranks", "--init_timeout")
 @pytest.mark.parametrize("words", ["--ranks 2", "--init_timeout 0"])
 def test_a_wish_that_the_start_does_not_meet_is_refused(script, words, line_of, tmp_path):
@@ -550,7 +587,6 @@ def test_a_wish_that_the_start_does_not_meet_is_refused(script, words, line_of, 
     assert_refused(SCRIPTS[script].main, line, f"{name} {value}", tmp_path)
 
 
-@ALL
 @shows("--ipex")
 def test_intels_extension_is_tried_where_it_is_asked_for(script, start, monkeypatch):
     monkeypatch.setitem(sys.modules, "intel_extension_for_pytorch", None)     # not installed
@@ -558,15 +594,21 @@ def test_intels_extension_is_tried_where_it_is_asked_for(script, start, monkeypa
     assert "IPEX not used" in start(script, "--fresh", "--ipex", "on").out
 
 
-@shows("--no_cuda", "--base_model_config_dir")
-def test_options_of_the_original_are_taken(start):
-    ran = start("dpo", "--no_cuda", "--base_model_config_dir", "x")
+@shows("--no_cuda", "--base_model_config_dir", scripts=["dpo"])
+def test_options_of_the_original_are_taken(script, start):
+    ran = start(script, "--no_cuda", "--base_model_config_dir", "x")
     assert "asked for device cpu" in ran.out and "--base_model_config_dir x is ignored" in ran.out
 
 
-# Ranks that a command starts itself.
-ELSEWHERE.update({option: f"tests/ddp/test_ddp_launch.py: {option}" for option in (
-    "--nproc_per_node", "--nnodes", "--node_rank", "--master_addr", "--master_port")})
+@shows("--nproc_per_node", "--nnodes", "--node_rank", "--master_addr", "--master_port")
+def test_a_command_starts_the_ranks_it_is_asked_for(script, start, monkeypatch):
+    """As tests/training/test_launch.py starts them."""
+    run_ranks = mock.Mock(return_value=7)
+    monkeypatch.setattr("training.launch.run_ranks", run_ranks)
+    words = "--nproc_per_node 3 --nnodes 2 --node_rank 1 --master_addr n1 --master_port 4711"
+    ran = start(script, *words.split(), "--init_timeout", "9")
+    assert ran.code == 7, ran.text
+    assert run_ranks.call_args.args[1:] == (3, 2, 1, "n1", 4711, 9)
 
 
 def flags_of(script):
@@ -602,8 +644,9 @@ def test_an_option_sets_its_key(script, flag, key, monkeypatch, tmp_path):
 @ALL
 def test_each_option_of_a_script_has_an_effect_in_a_test(script):
     options = options_of(SCRIPTS[script].main)
-    shown = {*HERE, *ELSEWHERE, *(flag for flag, _ in flags_of(script))}
-    assert options - shown == set()
+    shown = {key for key in shown_for(script) if key.startswith("--")}
+    assert shown - options == set(), "tests of what is no option"
+    assert options - shown - {flag for flag, _ in flags_of(script)} == set()
 
 
 def options_of(main):
@@ -615,10 +658,13 @@ def options_of(main):
     return set(re.findall(r"--\w+", head)) - {"--help"}
 
 
-@pytest.mark.parametrize("name", ELSEWHERE)
-def test_the_test_that_is_named_for_an_effect_is_there(name):
-    path, _, text = ELSEWHERE[name].partition(": ")
-    assert text in (ROOT / path).read_text()
+@pytest.mark.parametrize("name", ELSEWHERE.values())
+def test_the_test_that_is_named_for_an_effect_is_there_and_quick(name):
+    path, _, test = name.partition(": ")
+    text = (ROOT / path).read_text()
+    found = re.findall(rf"(?m)((?:^[@ )\]].*\n)*)^def {test}\(", text)
+    assert len(found) == 1 and "mark.slow" not in found[0]
+    assert "\npytestmark" not in text
 
 
 # ---- prepare_uniref50.py, pairs_from_scores.py ----

@@ -12,7 +12,7 @@ PREFLIGHT=${PREFLIGHT-jobs/preflight.py}   # and its options; empty: no check of
 RESTART=300     # seconds before the run has to save, in which it is not started again
 
 run() {
-  local code known why
+  local code known before why
   check_settings
   if [ -n "${DRY_RUN:-}" ]; then
     report
@@ -20,6 +20,7 @@ run() {
   fi
   while true; do
     known=$(wc -l < "$log")           # lines of earlier starts
+    before=$(state status.json)
     code=0
     check_machine || code=$?
     if [ "$code" = 0 ]; then launch "${train[@]}" || code=$?; fi
@@ -51,12 +52,17 @@ check_settings() {
       refuse "$name=${!name} is not a file in $PWD. Submit from the folder that holds it."
     fi
   done
-  for name in NPROC SAVE_SECONDS STARTS; do
-    if ! [[ ${!name} =~ ^[0-9]{1,9}$ ]]; then refuse "$name=${!name} is not a number."; fi
+  for name in NPROC STARTS; do
+    if ! [[ ${!name} =~ ^[1-9][0-9]{0,8}$ ]]; then refuse "$name=${!name} is not 1 or more."; fi
   done
-  if [[ $ARGS == *[\"\\]* ]]; then
-    refuse "ARGS=$ARGS: its words are split at blanks. Leave out quotes and backslashes."
+  if ! [[ $SAVE_SECONDS =~ ^(0|[1-9][0-9]{0,8})$ ]]; then
+    refuse "SAVE_SECONDS=$SAVE_SECONDS is not a number of seconds."
   fi
+  for name in ARGS RUN_DIR CONFIG PYTHON PREFLIGHT; do    # by qsub -v they double with each job
+    if [[ ${!name} == *[\"\\]* ]]; then
+      refuse "$name=${!name}: words are split at blanks. Leave out quotes and backslashes."
+    fi
+  done
   if [[ " ${train[*]}" =~ --work_dir.*[[:space:]]$own([=[:space:]]|$) ]]; then
     refuse "--${BASH_REMATCH[1]} is among the arguments. Give CONFIG or RUN_DIR; and --fresh or" \
       "--resume once by hand, as each next start would repeat it."
@@ -101,12 +107,16 @@ check_machine() {   # 0: all is well, 2: wrong options, 3: a check failed, 143: 
   return 3
 }
 
-find_bad_hosts() {   # sets `bad`, the hosts at fault that the log names, and `good`, the others. A
-  # rank that raised an exception blames no host
+find_bad_hosts() {   # sets `bad`, the hosts at fault, and `good`, the others. They are named by
+  # status.json, or where this start has written none, by the log. An exception blames no host
   local named host
-  named=$(new_lines | sed -n -e 's/^suspect hosts: //p' \
-    -e 's/^FAILED: rank [0-9]*\( of [0-9]*\)* on \([^:]*\): \(died\|no progress.* Late:\).*/\2/p' |
-    tail -n 1)
+  if [ "$(state status.json)" != "$before" ]; then
+    named=$(sed -n 's/.*"suspects": "\([^"]*\)".*/\1/p' "$RUN_DIR/status.json")
+  else
+    named=$(new_lines | sed -nE -e 's/^suspect hosts: //p' \
+      -e 's/^FAILED: rank [0-9]+( of [0-9]+)? on ([^:]*): (died|no progress.* Late:).*/\2/p' |
+      tail -n 1)
+  fi
   bad=()
   good=()
   for host in "${hosts[@]}"; do    # with and without a domain
@@ -135,6 +145,7 @@ why_not_again() {   # print why the run is not started again in this job; nothin
 keep_global_batch() {   # until there is a checkpoint, which keeps the number of micro-batches, have
   # the ranks that are left compute as many as all ranks would have
   local accum
+  if ! grep -q micro_batches "$SCRIPT"; then return; fi      # not one of our trainings
   if [[ -e $RUN_DIR/checkpoints/last.pt || " ${train[*]}" == *" training.micro_batches="* ]] ||
     grep -qE '^[^#]*\bmicro_batches:' "$CONFIG"; then
     return
@@ -145,18 +156,21 @@ keep_global_batch() {   # until there is a checkpoint, which keeps the number of
 }
 
 report() {   # for DRY_RUN
-  local word before=''
+  local word option='' data=''
   echo "Python: $(command -v ${PYTHON%% *} || echo "$PYTHON, which is not here"); VENV=$VENV"
   report_file "$CONFIG"
   for word in "${train[@]}"; do
-    case $before in
-      --*data | --*structures | --measured) report_file "$word" ;;
+    case $word,$option in
+      --*data=* | --*structures=* | --init_from=*) data+=" ${word#*=}" ;;
+      --*) option=${word%%=*} ;;
+      *=*,*) option='' ;;
+      *,--*data | *,--datafile | *,--*structures | *,--init_from) data+=" $word" ;;
     esac
-    case $word in
-      --*data=* | --*structures=* | --measured=*) report_file "${word#*=}" ;;
-    esac
-    before=$word
   done
+  if [ -z "$data" ]; then      # those of the config
+    data=$(sed -nE 's/^ *(file|train_data|structures): *([^ #]+).*/\2/p' "$CONFIG")
+  fi
+  for word in $data; do report_file "$word"; done
   if [ -n "$PREFLIGHT" ]; then launch $PYTHON -u $PREFLIGHT --work_dir "$RUN_DIR"; fi
   launch "${train[@]}"
 }

@@ -49,7 +49,8 @@ def evostability(folder):
 
 def zenodo(folder):
     """What the two archives of Megascale unpack to: values of other kinds than single mutations,
-    values that are not trusted, a domain without a model, a name with a bar."""
+    values that are not trusted, a domain without a model, a name with a bar. And what macOS adds.
+    """
     rows = [("1AAA.pdb", "wt", "0"), ("1AAA.pdb", "A1C", "0.5"), ("1AAA.pdb", "C2D", "-"),
             ("1AAA.pdb", "E8A", "-2.25"), ("1AAA.pdb", "insA1", "1"), ("1AAA.pdb", "delC2", "1"),
             ("1AAA.pdb", "A1C:C2D", "1"), ("r11|2.pdb", "D3E", "1"), ("9ZZZ.pdb", "A1C", "1")]
@@ -58,8 +59,9 @@ def zenodo(folder):
               [{"name": f"{name}_{mutation}", "aa_seq": SEQUENCE, "mut_type": mutation,
                 "WT_name": name, "dG_ML": "3.1", "ddG_ML": value}
                for name, mutation, value in rows])
-    write_structures(folder / "AlphaFold_model_PDBs",
+    write_structures(folder / "models" / "AlphaFold_model_PDBs",
                      **{"1AAA": pdb(), "r11:2": pdb(first=11)})
+    write_structures(folder / "__MACOSX" / "AlphaFold_model_PDBs", **{"._1AAA": "Mac OS X"})
     return [("1AAA", "A", "A1C", -0.5), ("1AAA", "A", "E8A", 2.25), ("r11_2", "A", "D13E", -1)], 3
 
 
@@ -98,6 +100,17 @@ def test_structures_hold_the_backbone_of_the_chain_of_the_first_model(tmp_path):
     lines = gzip.decompress((tmp_path / "made" / files[1]).read_bytes()).decode().splitlines()
     atoms = [(line[21], line[12:16].strip()) for line in lines if line.startswith("ATOM")]
     assert atoms == [("U", atom) for _ in SEQUENCE for atom in ("N", "CA", "C", "O")]
+
+
+def test_a_model_without_a_backbone_is_named(tmp_path, capsys):
+    zenodo(tmp_path / "published")
+    model = tmp_path / "published" / "models" / "AlphaFold_model_PDBs" / "1AAA.pdb"
+    model.write_text(Atoms().add("A", 1, "ALA", ("CB",)).pdb())
+    with pytest.raises(SystemExit) as ended:
+        main(["zenodo", str(tmp_path / "published"), "--out", str(tmp_path / "made.csv")])
+    said = "".join(capsys.readouterr().err.split())
+    assert ended.value.code == 2 and "".join(str(model).split()) in said
+    assert not list(tmp_path.glob("made*"))
 
 
 @pytest.mark.parametrize("words, said", [

@@ -90,6 +90,21 @@ with setup_ddp(quiet=True) as ddp, watch_run(ddp, "out") as watch:
     assert status["code"] == code and status["reason"].startswith(f"{place}: "), status
 
 
+def test_an_exit_of_rank_0_is_told_alike_by_the_last_line_and_the_status(tmp_path):
+    with by_hand(tmp_path, """
+with setup_ddp(quiet=True) as ddp, watch_run(ddp, "out"):
+    if ddp.is_main:
+        sys.exit(5)
+    all_sum(1.0, ddp)
+""", range(2)) as ranks:
+        assert ranks.codes(grace=GRACE)[0] == 5, ranks.err()
+    status = read_status(tmp_path / "out")
+    place = f"rank 0 of 2 on {socket.gethostname()}"
+    assert (status["code"], status["reason"]) == (5, f"{place}: left with exit code 5")
+    said = f"FAILED: {status['reason']}. No checkpoint yet."
+    assert [line for line in ranks.err().splitlines() if "FAILED" in line] == [said]
+
+
 @pytest.mark.parametrize("when, speaker, code, status, says", [
     # a library with a hook of its own
     ("sys.excepthook = lambda *_: None; before = lambda: 1 / 0", 1, 1, 1, "ZeroDivisionError"),

@@ -4,12 +4,12 @@ import contextlib
 import os
 import signal
 import sys
-from subprocess import PIPE, Popen
+from subprocess import PIPE, Popen, run
 
 import pytest
 
 import ddp_watch
-from ddp_guard import Known, Place, find_late, note_place
+from ddp_guard import Known, Place, find_late, note_place, write_status
 from ddp_setup import Ddp
 from ddp_watch import lock_folder, watch_run
 from launchers import (
@@ -106,6 +106,24 @@ def test_late_are_the_ranks_at_each_place_that_holds_as_few(tmp_path):
     for place in places:
         note_place(known, place)
     assert [place.rank for place in find_late(known, places[0])] == [2, 4]
+
+
+# ---------------------------------------------------------------- the rule of the job scripts
+@pytest.mark.parametrize("code, suspects, follows", [
+    (75, "", True), (70, "", True), (70, "n1", True), (None, "", True), (1, "n1", True),
+    (0, "", False), (2, "", False), (1, "", False), (3, "n1", False), (130, "", False)])
+def test_the_job_scripts_read_a_status_as_it_is_written(code, suspects, follows, tmp_path):
+    """Whether another start follows. The pattern is that of jobs/slurm.sh."""
+    known = Known()
+    known.run_dir = str(tmp_path)
+    known.run = "this"
+    known.step = 75
+    write_status(known, code, 'KeyError: "suspects": "a"', suspects)
+    lines = (ROOT / "jobs" / "slurm.sh").read_text().splitlines()
+    rule, = (line for line in lines if line.startswith("[[ $said =~") and "suspects" in line)
+    text = f'said=$(< status.json); code=; next=yes\n{rule}\necho "$next"'
+    done = run(["bash", "-c", text], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.stdout[:3] == "yes") == follows and done.stderr == "", done
 
 
 # ---------------------------------------------------------------- a refusal, told by Slurm

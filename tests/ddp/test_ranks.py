@@ -514,3 +514,11 @@ finally:
 """, tmp_path)
     assert (done.returncode, done.stdout) == (1, "finally\nat exit\n"), done.text
     assert own_tracebacks(done.stderr) == 1, done.text
+
+
+def test_one_process_may_end_without_cleanup(tmp_path):
+    done = run(1, """
+ddp = setup_ddp(quiet=True)
+print(all_sum(1, ddp))
+""", tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "1.0\n", ""), done.text

@@ -390,13 +390,16 @@ def test_a_resumed_run_does_not_evaluate_its_start_again(tmp_path, capsys):
     assert len(before) == 2 and before[0] == before[1]
 
 
+STILL_BASE = "best_model.pt is still the base weights, as no later evaluation was better"
+
+
 def test_a_run_that_no_longer_improves_stops_early_and_keeps_the_base_weights(tmp_path, capsys):
     still = tiny(optim__lr=0, training__n_iters=50, training__eval_freq=2, training__patience=3)
     for said in ("Finished at step 5 (early stop)", "This run is finished: early stop at step 5"):
         assert run(still, tmp_path / "w")["step"] == 5   # evaluated at 2, 4, the epoch's end, 5
         text = capsys.readouterr().out
         assert said in text and f"weights   {tmp_path / 'w' / 'best_model.pt'}" in text
-        assert "no evaluation was better than the base weights" in text
+        assert STILL_BASE in " ".join(text.split()) and "latest_model.pt has step 5" in text
     assert all(row["loss"] == pytest.approx(math.log(2), abs=1e-5)
                for row in rows(tmp_path / "w")[1:])
     best = best_of(tmp_path / "w")
@@ -422,7 +425,8 @@ def test_the_sums_of_an_epoch_begin_anew_with_the_next(tmp_path):
     assert [(state["step"], any(state["epoch_sums"])) for state in saved] == [(5, False), (6, True)]
 
 
-def test_a_run_saves_the_step_after_which_it_is_asked_to_stop(tmp_path, monkeypatch):
+def test_a_run_saves_the_step_after_which_it_is_asked_to_stop(tmp_path, monkeypatch, capsys):
+    """Before its first evaluation: its best weights are those of the start."""
     ready = prepare(tiny(), Ddp(), tmp_path)
     show = train_dpo_ddp.report_step
 
@@ -433,6 +437,8 @@ def test_a_run_saves_the_step_after_which_it_is_asked_to_stop(tmp_path, monkeypa
     monkeypatch.setattr(train_dpo_ddp, "report_step", be_asked)
     train_ready("dpo", ready)
     assert load_checkpoint(str(tmp_path / "checkpoints" / "last.pt"))["step"] == 2
+    said = " ".join(capsys.readouterr().out.split())
+    assert STILL_BASE in said and "latest_model.pt has step 2" in said
 
 
 def test_falling_chosen_sequences_are_warned_of_once_and_sft_holds_them(tmp_path, capsys):

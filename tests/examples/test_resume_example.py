@@ -22,6 +22,21 @@ ddp_setup.seed_for = seed_or_die
 runpy.run_path("resume.py", run_name="__main__")
 """
 
+# Asks for a stop in the last step of one rank.
+ASKED_AT_THE_END = """
+import pathlib, runpy
+import ddp_setup
+draw_seed = ddp_setup.seed_for
+
+def seed_and_ask(*parts):
+    if parts[1] == 256:
+        pathlib.Path("runs/resume/STOP").touch()
+    return draw_seed(*parts)
+
+ddp_setup.seed_for = seed_and_ask
+runpy.run_path("resume.py", run_name="__main__")
+"""
+
 
 @pytest.fixture(scope="module")
 def copied(tmp_path_factory):
@@ -31,6 +46,7 @@ def copied(tmp_path_factory):
         for file in ("examples/resume.py", "ddp_setup.py", "ddp_watch.py", "ddp_guard.py"):
             shutil.copy(ROOT / file, folder)
         (folder / "killed.py").write_text(KILLED)
+        (folder / "asked.py").write_text(ASKED_AT_THE_END)
         return folder
     return copy
 
@@ -81,3 +97,12 @@ def test_a_stopped_run_says_so_and_goes_on_bit_by_bit(copied, uninterrupted):
     assert alone.returncode == 1 and "saved by 2 ranks" in alone.text, alone.text
     assert fork_ranks(2, ["resume.py"], folder).returncode == 0
     assert_equal(folder, uninterrupted)
+
+
+def test_a_stop_that_comes_in_the_last_step_leaves_a_finished_run(copied):
+    folder = copied("asked")
+    done = fork_ranks(1, ["asked.py"], folder)
+    assert done.returncode == 0 and "step 256 " in done.stdout, done.text
+    run = folder / "runs" / "resume"
+    assert (run / "STOP").exists() and state_of(folder)[0] == 256
+    assert json.loads((run / "status.json").read_text())["code"] == 0

@@ -57,6 +57,8 @@ def test_every_rank_has_cores_of_its_own(name, ranks, reserved):
     (["70 1"], {}, (70, True, [4]), "yes"), (["2 143"], {}, (2, False, [4]), "it ended with 2"),
     (["130 1"], {}, (130, False, [4]), ""), (["null 137"], {}, (137, True, [4]), "yes"),
     (["null 0"], {}, (1, True, [4]), "yes"),
+    # A finished run is not started again, if a rank dies while it leaves.
+    (["0 1 leaving:hostB"], {}, (0, False, [4]), "it ended with 0"),
     # An exception ends the chain, and blames no host.
     (["1 143 raises:hostB"], {}, (1, False, [4]), "it ended with 1"),
     # A rank that died, or is late, on one host: on the other one in the same job.
@@ -116,14 +118,14 @@ def test_starts_of_a_slurm_job_are_counted_over_its_requeues(script, site):
         assert site.goes_on() == goes_on, site.printed
 
 
-def test_the_next_job_comes_from_the_file_with_options_and_variables_of_this_one(site, project):
+def test_the_next_job_is_this_script_with_options_and_variables_of_this_job(site, project):
     site.fake_launcher("75 75")
     (project / "jobs" / "aurora.pbs").rename(project / "jobs" / "mine.pbs")
     given = {"ARGS": "training.stop_signals=[SIGTERM,SIGUSR1] data.max_length=32", "NPROC": "3",
-             "CPU_BIND": "none", "JOB": "jobs/mine.pbs", "STARTS": "7"}
+             "CPU_BIND": "none", "STARTS": "7"}
     assert site.run("mine.pbs", **given) == 75, site.printed
     words, variables = site.asked()
-    assert words[-1] == "jobs/mine.pbs" and "ATTENTION" not in site.printed
+    assert words[-1] == str(site.folder / "spool" / "101.site.SC"), "as it was submitted"
     assert set(zip(words[:-1:2], words[1:-1:2])) == {
         ("-W", "depend=afterany:101.site"), ("-A", "AnyProject"), ("-q", "capacity"),
         ("-l", "select=2:system=any"), ("-l", "walltime=02:00:00"), ("-v", ",".join(variables))}
@@ -132,12 +134,6 @@ def test_the_next_job_comes_from_the_file_with_options_and_variables_of_this_one
     launched, = site.launched()
     assert launched.startswith("6 -n 6 ")
     assert launched.endswith(f"--config config.yaml --work_dir runs/mine {given['ARGS']}")
-
-
-def test_a_job_says_that_the_next_one_comes_from_another_file(site, project):
-    site.fake_launcher("75 75")
-    (project / "jobs" / "mine.pbs").write_text((JOBS / "aurora.pbs").read_text() + "# my own\n")
-    assert site.run("mine.pbs") == 75 and "ATTENTION: JOB=jobs/aurora.pbs" in site.printed
 
 
 @pytest.mark.parametrize("refusals, goes_on", [(1, True), (2, False)])
@@ -175,6 +171,7 @@ def test_no_users_file_hides_how_a_job_ends(site):
     ({"ARGS": "--resume a.pt"}, "--resume"), ({"ARGS": '--data "a b"'}, '--data "a b"'),
     ({"ARGS": "a\\b"}, "a\\b"), ({"CONFIG": "no.yaml"}, "no.yaml"), ({"SCRIPT": "no.py"}, "no.py"),
     ({"SAVE_SECONDS": "10m"}, "SAVE_SECONDS=10m"), ({"STARTS": "many"}, "STARTS=many"),
+    ({"STARTS": "08"}, "STARTS=08"), ({"NPROC": "0"}, "NPROC=0"), ({"RUN_DIR": 'a"b'}, 'a"b'),
     ({"SAVE_SECONDS": "7200", "END": "2000-01-01T00:00:00"}, "SAVE_SECONDS=7200"),
     ({"VENV": ".venv"}, "bash jobs/local.sh"), ({"VENV": "mine"}, "venv --system-site-packages mi"),
     ({"PYTHON": "no-python"}, "no-python"), ({"PYTHON": "no_torch"}, "no_torch")])
@@ -282,6 +279,21 @@ echo >> "$SITE/asked"
     assert words == [f"walltime={time.strftime('%H:%M:%S', time.gmtime(seconds))}"]
 
 
+def test_the_time_of_an_interactive_job_counts_from_its_own_start(site):
+    site.fake_launcher("75 75")
+    began = int(time.time()) - 1000
+    site.write("attributes", ATTRIBUTES + f"    stime = {time.ctime(began)}\n")
+    assert site.run("aurora.pbs", SAVE_SECONDS="100") == 75, site.printed
+    assert deadline(site) == began + 7200 - 100
+
+
+@pytest.mark.parametrize("walltime", ["3600", "30:00", "1:00:00,mem=1gb"])
+def test_a_walltime_that_is_no_time_is_refused(walltime, site):
+    site.fake_launcher("75 75")
+    assert site.run("aurora.pbs", WALLTIME=walltime) == 2 and walltime in site.printed
+    assert site.launched() == [] and not site.goes_on()
+
+
 def test_under_slurm_the_run_stops_so_long_before_the_end_of_the_job(site):
     site.fake_launcher("75 75")
     end = int(time.time()) + 3600
@@ -339,11 +351,12 @@ def test_a_job_of_any_pbs_site_has_the_ranks_that_select_asks_for(site):
     assert site.environment()["I_MPI_PERHOST"] == "2", "else Intel MPI deals them in turn"
 
 
-@pytest.mark.parametrize("select, said", [
-    ("2:ngpus=4", True), ("2:ncpus=8:ngpus=4:mpiprocs=2", True), ("2:ngpus=4:mpiprocs=40", True),
-    ("2:mpiprocs=4:ngpus=4", False), ("1:ngpus=2:mpiprocs=2+1:ngpus=2:mpiprocs=2", False),
-    ("2:ncpus=8", False)])
-def test_a_job_says_where_ranks_and_gpus_of_a_node_differ(select, said, site):
+@pytest.mark.parametrize("select, mpiprocs, said", [
+    ("2:ngpus=4", 1, True), ("2:ncpus=8:ngpus=4:mpiprocs=2", 2, True),
+    ("2:ngpus=4:mpiprocs=40", 40, True), ("2:mpiprocs=4:ngpus=4", 4, False),
+    ("1:ngpus=2:mpiprocs=2+1:ngpus=2:mpiprocs=2", 2, False), ("2:ncpus=8", 1, False)])
+def test_a_job_says_where_ranks_and_gpus_of_a_node_differ(select, mpiprocs, said, site):
+    site.nodes(mpiprocs)
     site.write("attributes", ATTRIBUTES.replace("2:sys\n\ttem=any", select))
     site.fake_launcher("0 0")
     assert site.run("pbs.sh", NPROC="", CPU_BIND=None) == 0, site.printed

@@ -279,6 +279,38 @@ def test_scores_of_an_earlier_call_are_replaced_in_headers(sample, dimer, tmp_pa
     assert text.count("score=") == 5
 
 
+def test_headers_and_the_table_name_the_weights_that_gave_the_scores_as_the_user_did(
+        sample, weights, dimer, tmp_path):
+    """The weights of the first call are in a folder whose name has a blank."""
+    drew = tmp_path / "my run" / "latest_model.pt"
+    drew.parent.mkdir()
+    drew.write_bytes(weights.read_bytes())
+    folder = tmp_path / "out"
+    sample(dimer, "--num", 2, "--temperature", 2, "--out_folder", folder, checkpoint=drew)
+    fasta = folder / "seqs" / "dimer.fa"
+    assert f"model_name={drew}, seed=0\n" in fasta.read_text()
+    with open(folder / "designs.csv", newline="") as file:
+        assert [row["weights"] for row in csv.DictReader(file)] == [str(drew)] * 2
+    once = sample(dimer, "--score_only", fasta)[0]
+    (tmp_path / "once.fa").write_text(once)
+    twice = sample(dimer, "--score_only", tmp_path / "once.fa", checkpoint=drew)[0]
+    for text, scored in ((once, weights), (twice, drew)):
+        heads = text.splitlines()[::2]
+        assert len(heads) == 3
+        assert all(head.endswith(f", model_name={scored}") for head in heads)
+        assert text.count("model_name") == 3
+    assert "run" not in once and "seed=0" in twice
+
+
+def test_of_given_sequences_the_mean_is_printed_without_the_native_one(sample, dimer, tmp_path):
+    designs = tmp_path / "designs.fa"
+    err = sample(dimer, "--num", 3, "--temperature", 1, "--out", designs)[1]
+    mean = re.search(r"mean of 3 designs: (score \S+, recovery [\d.]+)", err)[1]
+    again = sample(dimer, "--score_only", designs)[1]
+    assert f"dimer: mean of 3 sequences other than the native one: {mean}\n" in again
+    assert "mean of" not in sample(dimer, "--score_only")[1]
+
+
 def test_the_table_of_designs_has_what_the_headers_say(sample, dimer, pdb, tmp_path):
     """Of all structures; the native sequences are no designs."""
     folder = tmp_path / "out"
@@ -431,6 +463,11 @@ def test_files_that_cannot_be_used_are_refused(words, named, refuses, tmp_path):
     (tmp_path / "link.pdb").symlink_to(tmp_path / "one.pdb")
     os.mkfifo(tmp_path / "pipe")
     refuses(words, named)
+
+
+@pytest.mark.parametrize("words", ["", "--pdb_path one.pdb --num_seq_per_target 8"])
+def test_without_weights_it_says_where_they_are_given(refuses, words):
+    refuses(words, "weights first v_48_020", checkpoint="")
 
 
 def test_a_file_that_holds_no_weights_is_refused(refuses, tmp_path):

@@ -295,7 +295,9 @@ def test_without_progress_the_run_ends_early_and_the_best_is_the_base(cache, tmp
                                                                         capsys):
     run(tiny(cache, optim__lr=0, training__patience=1, **fine_tuning(base)), tmp_path / "w")
     assert rows(tmp_path / "w")[-1]["step"] == 3
-    assert "best_model.pt holds these" in " ".join(capsys.readouterr().out.split())
+    said = " ".join(capsys.readouterr().out.split())
+    assert "best_model.pt is still the base weights, as no later evaluation was better" in said
+    assert "latest_model.pt has step 3" in said
     best = load_proteinmpnn(tmp_path / "w" / "best_model.pt").state_dict()
     for name, value in load_proteinmpnn(base).state_dict().items():
         assert torch.equal(value, best[name])
