@@ -34,7 +34,7 @@ side_env() {   # side_env NAME PACKAGE...: environment .venv/NAME, which sees .v
   # loads this one and not that of .venv (test_ddp_launch.py checks it). pip is seen there too.
   local where='import sysconfig; print(sysconfig.get_path("purelib"))' site
   .venv/bin/python -m venv --without-pip ".venv/$1"
-  site=$(".venv/$1/bin/python" -c "$where")
+  site=$(".venv/$1/bin/python" -c "$where") || return
   .venv/bin/python -c "$where" > "$site/main.pth"
   install ".venv/$1" "${@:2}"
 }
