@@ -68,14 +68,16 @@ def main(ddp, watch, run_dir):
             optim.zero_grad()
             loss.backward()
             optim.step()
-            is_last = step == EPOCHS * len(loader)      # it finishes, whatever it is asked for
-            reason = "" if is_last else watch.stop_reason(step)     # the same on all ranks
+            reason = watch.stop_reason(step)                    # the same on all ranks
+            is_last = step == EPOCHS * len(loader)
             if reason or is_last or step % SAVE_EVERY == 0:
                 save_checkpoint(path, ddp, model=unwrap_ddp(model).state_dict(),
                                 optim=optim.state_dict(), step=step, ranks=ddp.world_size)
                 watch.saved(path, step)
                 print0(ddp, f"step {step}  loss {loss.item():.4f}  saved")
-            if reason:
+            if is_last:
+                watch.reason = "finished"       # also if a stop was asked for in this step
+            elif reason:
                 print0(ddp, f"stops: {reason}")
                 sys.exit(STOPPED)
 

@@ -76,6 +76,7 @@ def draw_scan(proteins: list[Protein], scores: list[np.ndarray], path, weights: 
     width = INCHES * longest + 1.6
     height = (INCHES * len(LETTERS_BY_KIND) + 0.75) * len(lines) + 0.5
     figure = make_figure(figsize=(width, height))
+    figure.set_layout_engine("compressed")      # else a tall figure loses the letters at its left
     figure.suptitle(f"Scores by {weights}".replace("$", r"\$"), fontsize=10, wrap=True)
     axes = figure.subplots(len(lines), 1, squeeze=False)[:, 0]
     for axis, line in zip(axes, lines):
@@ -88,7 +89,6 @@ def draw_scan(proteins: list[Protein], scores: list[np.ndarray], path, weights: 
     if shown:
         figure.legend(handles=shown, loc="outside lower left", ncols=len(shown), fontsize=8,
                       frameon=False)
-    figure.draw_without_rendering()     # laid out once alone, a tall figure loses its letters
     save_figure(figure, path, DPI)
 
 

@@ -317,7 +317,7 @@ KEYS = {
             {"data.other_structures": "DATA/few", "data.cache": "DATA/other.pt"},
             has("other/loss")),
         "data.max_length": (40, LOSS),
-        "data.identity": ({"data.identity": 0.9, "data.cache": "DATA/identity.pt"},
+        "data.identity": ({"data.identity": 0.2, "data.cache": "DATA/identity.pt"},
                           changes("val/loss"), VALIDATES),
         "data.homologous": (
             {"data.homologous": 0.1, "data.cache": "DATA/homologous.pt"}, LOSS),

@@ -875,6 +875,20 @@ def test_a_picture_says_of_what_the_scores_are(partners, said, command, monkeypa
     assert sum("binding of A_B" in text for text in texts) == (2 if partners else 0)
 
 
+@pytest.mark.parametrize("options, expected", [
+    ("", "w.pt"), ("--correct_unfolded", "w.pt, corrected for the unfolded state"),
+    ("--correction_weights other.pt", "w.pt, corrected by other.pt"),
+    ("--correct_unfolded --partners A_B", "w.pt")])
+def test_the_title_of_a_picture_says_how_scores_are_corrected(options, expected, command,
+                                                              monkeypatch, extras):
+    pytest.importorskip("matplotlib")
+    titles = []
+    monkeypatch.setattr("proteins.pictures.save_figure",
+                        lambda figure, *_: titles.append(figure.get_suptitle()))
+    command("w.pt", "two.pdb", "--scan", *options.split(), "--picture", "p.png")
+    assert titles == [f"Scores by {expected}"]
+
+
 @pytest.mark.slow
 def test_measured_stability_is_ranked_as_by_the_published_scores(shared, weights_package):
     """S2648. Published, by other random orders: 0.529; corrected for the unfolded state 0.582."""

@@ -234,7 +234,10 @@ def print_line(text, write=print) -> None:
         if error.errno not in (errno.EPIPE, errno.EIO):   # of a pipe, of a terminal
             error.filename = "standard output"   # else a disk is full, and nobody knows which
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        if os.path.sameopenfile(sys.stdout.fileno(), sys.stderr.fileno()):    # what a bar has left
+            os.dup2(nowhere, sys.stderr.fileno())
+        os.dup2(nowhere, sys.stdout.fileno())
 
 
 def rows_up_to(path, step) -> str:

@@ -105,4 +105,5 @@ def test_a_stop_that_comes_in_the_last_step_leaves_a_finished_run(copied):
     assert done.returncode == 0 and "step 256 " in done.stdout, done.text
     run = folder / "runs" / "resume"
     assert (run / "STOP").exists() and state_of(folder)[0] == 256
-    assert json.loads((run / "status.json").read_text())["code"] == 0
+    status = json.loads((run / "status.json").read_text())
+    assert (status["code"], status["reason"], status["step"]) == (0, "finished", 256)
