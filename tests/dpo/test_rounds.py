@@ -3,6 +3,7 @@ import csv
 import statistics
 
 import numpy as np
+import pytest
 import torch
 
 import score_mutations
@@ -44,6 +45,7 @@ def propose(weights, out):
     return [row["mutation"] for row in rows]
 
 
+@pytest.mark.slow
 def test_three_rounds_find_better_variants_than_a_random_plate(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_pairs(tmp_path, 24)

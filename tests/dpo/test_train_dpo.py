@@ -567,6 +567,7 @@ def test_mixed_precision_changes_the_steps_little_and_not_step_0(tmp_path, capsy
 
 # ---- the demo, and real proteins ----
 
+@pytest.mark.slow
 def test_the_demo_learns_its_rule_and_says_what_it_does(tmp_path):
     result = fork_ranks(2, [SCRIPT, "--config", DEMO], tmp_path)
     folder = tmp_path / "runs/dpo_demo"

@@ -156,7 +156,8 @@ def test_local_sh_says_what_failed_without_network_and_starts_afresh_after_it(co
     ("-n 4", {}, "'-n'"), ("--config=other.yaml", {}, "--config=other.yaml"),
     ("x=1 --nproc_per_node 2", {}, "--nproc_per_node"), ("", {"LAUNCHER": "mpiexec"}, "mpiexec"),
     ("", {"SCRIPT": "no.py"}, "SCRIPT=no.py"), ("", {"CONFIG": "no.yaml"}, "CONFIG=no.yaml"),
-    ("--data no.fasta", {}, "no.fasta"), ("--structures no_folder", {}, "no_folder"),
+    ("--data no.fasta", {}, "no.fasta"), ("--data=no.fasta", {}, "no.fasta"),
+    ("--structures no_folder", {}, "no_folder"),
     ("", {"PYTHON": "no-such-python"}, "no-such-python")])
 def test_local_sh_refuses_before_it_installs(words, settings, word, copy):
     done = run_bash(copy.parent, copy / "jobs" / "local.sh", *words.split(), **SETTINGS | settings)
@@ -168,7 +169,7 @@ def test_local_sh_refuses_before_it_installs(words, settings, word, copy):
     "--datafile script.py optim.lr=1 --init_timeout -1 --fresh --help",
     "--work_dir=x --plan 1,2 --device cpu model.dropout=0.1",
     "--lr 1 --num_epochs 2 --mutable_ranges 1-5 6-7 --no_cuda x=1 --beta 1",
-    "--train_data=no.csv --structures script.py --other_structures x"])
+    "--train_data=script.py --structures script.py --other_structures x"])
 def test_words_of_the_script_are_passed_on_as_they_are(words, copy):
     (copy.parent / "script.py").touch()
     shown = shown_words(copy, "local.sh", *words.split(), **SETTINGS)

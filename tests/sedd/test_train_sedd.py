@@ -151,17 +151,17 @@ def gradients_of(fasta, ddp, dtype, reduction, micro, by_definition=False):
     return found
 
 
-def test_accumulated_gradients_are_those_of_one_backward_over_the_global_batch(fasta, tmp_path):
+@pytest.mark.parametrize("n", [3, slow(4)])     # three share the micro-batches unevenly
+def test_accumulated_gradients_are_those_of_one_backward_over_the_global_batch(n, fasta, tmp_path):
     settings = [*itertools.product(["float64"], ("residue", "sequence"), (4, 8)),
                 ("float32", "residue", 4), ("float32", "sequence", 8)]
     expected = [gradients_of(fasta, Ddp(), *setting, by_definition=True) for setting in settings]
     call = f"[gradients_of({str(fasta)!r}, ddp, *setting) for setting in {settings}]"
-    for n in (3, 4):   # three share the micro-batches unevenly
-        found = on_ranks(n, "test_train_sedd", call, tmp_path)
-        for setting, *steps in zip(settings, found, expected, strict=True):
-            for a, b in zip(*steps, strict=True):
-                worst = max(float((a[name] - b[name]).norm() / b[name].norm()) for name in b)
-                assert worst < (1e-10 if "float64" in setting else 1e-5), (n, setting)
+    found = on_ranks(n, "test_train_sedd", call, tmp_path)
+    for setting, *steps in zip(settings, found, expected, strict=True):
+        for a, b in zip(*steps, strict=True):
+            worst = max(float((a[name] - b[name]).norm() / b[name].norm()) for name in b)
+            assert worst < (1e-10 if "float64" in setting else 1e-5), setting
 
 
 def test_noise_is_keyed_by_step_and_micro_batch_at_times_that_hit_each_stratum_once(fasta):
@@ -204,7 +204,7 @@ def own_copy(prepared, tmp_path):
 
 
 @pytest.mark.parametrize("launcher, n, more", [
-    ("torchrun", 2, ["training.num_workers=1"]), ("forked", 4, []),
+    ("forked", 4, []), slow("torchrun", 2, ["training.num_workers=1"]),
     slow("openmpi", 4, [])])
 def test_ranks_of_any_launcher_train_on_a_prepared_folder_as_one_does_on_the_file(
         launcher, n, more, fasta, prepared, weights, tmp_path):
@@ -287,6 +287,7 @@ def test_what_a_run_has_seen_is_counted_in_residues_and_tokens(fasta, tmp_path, 
         sum(batch["x0"].numel() for batch in batches)]
 
 
+@pytest.mark.slow
 def test_a_run_saved_on_four_ranks_goes_on_alike_on_any_smaller_number(fasta, tmp_path):
     def go_on(n, steps, **env):
         config = tiny(fasta, training__accum=1, training__batch_size=6, training__n_iters=steps,
