@@ -17,6 +17,8 @@ written beside it, into the folder of its name without .csv. train_dpo_ddp.py re
 """
 import csv
 import gzip
+import math
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,6 +52,7 @@ ZENODO = "Tsuboyama2023_Dataset2_Dataset3_20230416.csv"
 S2648 = "s2648_ddg_experimental.csv"
 BACKBONE = ("N", "CA", "C", "O")
 HEADER = "pdb_file,chain,mutation,ddg"
+MUTATION = re.compile("[A-Z]-?[0-9]+[A-Za-z]?[A-Z]")
 
 
 class Row(NamedTuple):
@@ -90,7 +93,7 @@ def rows_of_zenodo(folder: Path) -> Iterator[Row]:
             continue
         chain, numbers = residues[name]
         place = int(mutation[1:-1])         # counted from the first residue
-        if place > len(numbers):
+        if not 1 <= place <= len(numbers):
             raise ValueError(f"{model} has {len(numbers)} residues, and {path} {mutation} of it; "
                              "expected the model of this domain.")
         yield Row(model, name.replace(":", "_"), chain,
@@ -130,7 +133,11 @@ def read_cells(path, columns):
         if missing:
             raise ValueError(f"{path} has no column {', '.join(missing)}; expected the file as "
                              f"published, with {', '.join(columns)}.")
-        yield from reader
+        for cells in reader:
+            if None in cells.values():
+                raise ValueError(f"{path}, line {reader.line_num}: expected a value for each of "
+                                 f"{', '.join(reader.fieldnames)}.")
+            yield cells
 
 
 # ---------------------------------------------------------------- structures
@@ -172,7 +179,10 @@ def write_table(rows: Iterator[Row], out: Path) -> str:
     """Write a table and its structures. Returns what was written, in words."""
     names = set()
     lines = [HEADER]
-    for row in list(rows):      # all are read before anything is written
+    rows = list(rows)           # all are read and checked before anything is written
+    for row in rows:
+        check_row(row)
+    for row in rows:
         file = f"{out.stem}/{row.name}.pdb.gz"
         if row.name not in names:
             write_structure(out.parent / file, row)
@@ -184,6 +194,21 @@ def write_table(rows: Iterator[Row], out: Path) -> str:
     write_text_atomic(out, "\n".join([*lines, ""]))
     return (f"{out}: {len(lines) - 1:,} mutations of {len(names):,} proteins; structures in "
             f"{out.with_suffix('')}")
+
+
+def check_row(row):
+    """Raises ValueError for a mutation, a value or a name that no table may have."""
+    if not MUTATION.fullmatch(row.mutation):
+        raise ValueError(f"{row.name}: found the mutation {row.mutation!r}; expected such as A23V.")
+    try:
+        is_number = math.isfinite(float(row.ddg))
+    except ValueError:
+        is_number = False
+    if not is_number:
+        raise ValueError(f"{row.name} {row.mutation}: found the value {row.ddg!r}; expected a "
+                         f"number of kcal/mol.")
+    if "/" in row.name:
+        raise ValueError(f"found the protein {row.name!r}; expected a name without '/'.")
 
 
 def main(argv):

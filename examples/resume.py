@@ -51,13 +51,13 @@ def main(ddp, watch, run_dir):
     path = Path(run_dir, "checkpoints", "last.pt")
     if broadcast(path.exists(), ddp):       # as rank 0 sees it: all ranks do the same
         state = load_checkpoint(path, ddp)
+        watch.saved(path, state["step"])
         if state["ranks"] != ddp.world_size:    # an epoch has other batches
             raise ValueError(f"{path} was saved by {state['ranks']} ranks, and this run has "
                              f"{ddp.world_size}: start {state['ranks']}.")
         unwrap_ddp(model).load_state_dict(state["model"])
         optim.load_state_dict(state["optim"])
         step = state["step"]
-        watch.saved(path, step)
         print0(ddp, f"goes on after step {step}")
     for epoch in range(step // len(loader), EPOCHS):
         sampler.set_epoch(epoch)            # its order

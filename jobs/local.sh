@@ -59,11 +59,12 @@ for word in ${words[@]+"${words[@]}"}; do
   case $word,$option in
     --config* | --nproc_per_node*) fail "$word: give the config as CONFIG=..., ranks first" ;;
     --data=* | --datafile=* | --train_data=* | --structures=* | --init_from=*) path=${word#*=} ;;
+    --*,* | *=*,*) path=. ;;
     *,--data | *,--datafile | *,--train_data | *,--structures | *,--init_from) path=$word ;;
     *) path=. ;;
   esac
   [ -e "$path" ] || fail "there is no file or folder $path, seen from $PWD"
-  option=$word
+  if [[ $word = --* ]]; then option=$word; elif [[ $word = *=* ]]; then option=; fi
 done
 python=$root/.venv/bin/python
 case $LAUNCHER in

@@ -45,7 +45,7 @@ elif [ -n "${PBS_NODEFILE:-}" ]; then
   hosts=($(awk '!seen[$1]++' "$PBS_NODEFILE"))
   NPROC=${NPROC:-$(grep -cxF "${hosts[0]}" "$PBS_NODEFILE")}
   log=logs/$(basename "${CONFIG%.*}")-${PBS_JOBID%%.*}.log
-  mkdir -p logs
+  mkdir -p logs && : >> "$log" || exit 2
   echo "output: $PWD/$log"
   exec >> "$log" 2>&1
   # module load openmpi cuda || exit 2
@@ -67,7 +67,7 @@ elif [ -n "${PBS_NODEFILE:-}" ]; then
   fi
   began=$(($(date +%s) - SECONDS))
   stime=$(told stime)                # earlier in an interactive job, or after a long prologue
-  if [ -n "$stime" ]; then began=$(date -d "$stime" +%s); fi
+  if [ -n "$stime" ] && stime=$(date -d "$stime" +%s); then began=$stime; fi
   IFS=: read -r hours minutes seconds <<< "$walltime"
   ends=$((began + 10#$hours * 3600 + 10#$minutes * 60 + 10#$seconds))
   export DDP_DEADLINE=$((ends - SAVE_SECONDS))
@@ -81,7 +81,7 @@ else
   echo "submit this with qsub, or see its first lines: bash $0 --help" >&2
   exit 2
 fi
-set -euf                             # modules fail with it. -f: no patterns in ARGS
+set -euf +C                          # modules fail with it. -f: no patterns in ARGS
 case $VENV in /*) PATH=$VENV/bin:$PATH ;; *) PATH=$PWD/$VENV/bin:$PATH ;; esac
 export OMP_NUM_THREADS=$THREADS WANDB_MODE=${WANDB_MODE:-offline}
 export TMPDIR=/tmp                   # that of PBS is too long for sockets of multiprocessing
@@ -118,8 +118,8 @@ launch() {   # launch WORD...: start these words NPROC times on each of `hosts`
 train=($PYTHON -u "$SCRIPT" --config "$CONFIG" --work_dir "$RUN_DIR" $ARGS "$@")
 run() { launch "${train[@]}"; }
 # Optional: checks before the run, and a start in this job without a bad host.
-again=jobs/lib/again.sh
-if [ -f $again ]; then source $again; else echo "without $again: nothing is checked"; fi
+more=jobs/lib/again.sh
+if [ -f $more ]; then source $more; else echo "without $more: nothing is checked"; fi
 state() { stat -c '%i %y' "$RUN_DIR/$1" 2> /dev/null || :; }      # differs after each write
 status=$(state status.json)
 last=$(state checkpoints/last.pt)
@@ -145,9 +145,12 @@ if [ "$next" = yes ]; then
   export STARTS=$((STARTS - 1))
   account=$(told Account_Name)
   select=$(told Resource_List.select)
-  submit=(qsub -W "depend=afterany:$PBS_JOBID" -q "$PBS_O_QUEUE" ${account:+-A "$account"}
-    ${select:+-l "select=$select"} -l "walltime=$walltime" -v "STARTS${given:+,$given}" "$0")
-  "${submit[@]}" || { sleep 60; "${submit[@]}"; } || echo "not submitted: ${submit[*]}
+  [ -n "$select" ] || echo "ATTENTION: qstat tells no select: this script's line counts"
+  submit=(qsub -W "depend=afterany:$PBS_JOBID" ${PBS_O_QUEUE:+-q "$PBS_O_QUEUE"}
+    ${account:+-A "$account"} ${select:+-l "select=$select"} -l "walltime=$walltime"
+    -v "STARTS${given:+,$given}" "$0")
+  again() { sleep 60; [ $cancelled = no ] && "${submit[@]}"; }
+  "${submit[@]}" || again || echo "not submitted: ${submit[*]}
 Give the same qsub again. What your site demands more, write as #PBS lines into the script."
 fi
 set +eu                              # for ~/.bash_logout, which a login shell runs now

@@ -34,7 +34,7 @@ NPROC=${NPROC:-${SLURM_NTASKS_PER_NODE:-$(asked ntasks-per-node)}}    # ranks pe
 CORES=${SLURM_CPUS_PER_TASK:-$(asked cpus-per-task)}    # of a rank: hardware threads
 SAVE_SECONDS=${SAVE_SECONDS:-300}    # the run saves so long before the end; --signal above: at 180
 STARTS=${STARTS:-50}                 # most starts of the job; 1: it is not requeued
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((CORES / 2))} WANDB_MODE=${WANDB_MODE:-offline}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(((CORES + 1) / 2))} WANDB_MODE=${WANDB_MODE:-offline}
 export FI_MR_CACHE_MONITOR=userfaultfd         # as in examples of NERSC
 # export NCCL_DEBUG=INFO NCCL_SOCKET_IFNAME=^docker0,lo    # the ^ form never in GLOO_SOCKET_IFNAME
 
@@ -45,7 +45,7 @@ if [ -n "${DRY_RUN:-}" ]; then
 elif [ -n "${SLURM_JOB_ID:-}" ]; then
   hosts=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))
   log=logs/$(basename "${CONFIG%.*}")-$SLURM_JOB_ID.log
-  mkdir -p logs
+  mkdir -p logs && : >> "$log" || exit 2
   echo "output: $PWD/$log"
   exec >> "$log" 2>&1
   module load pytorch || exit 2
@@ -81,8 +81,8 @@ launch() {   # launch WORD...: start these words NPROC times on each of `hosts`
 train=($PYTHON -u "$SCRIPT" --config "$CONFIG" --work_dir "$RUN_DIR" $ARGS "$@")
 run() { launch "${train[@]}"; }
 # Optional: checks before the run, and a start in this job without a bad host.
-again=jobs/lib/again.sh
-if [ -f $again ]; then source $again; else echo "without $again: nothing is checked"; fi
+more=jobs/lib/again.sh
+if [ -f $more ]; then source $more; else echo "without $more: nothing is checked"; fi
 state() { stat -c '%i %y' "$RUN_DIR/$1" 2> /dev/null || :; }      # differs after each write
 status=$(state status.json)
 last=$(state checkpoints/last.pt)

@@ -43,7 +43,7 @@ if [ -n "${DRY_RUN:-}" ]; then
 elif [ -n "${SLURM_JOB_ID:-}" ]; then
   hosts=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))
   log=logs/$(basename "${CONFIG%.*}")-$SLURM_JOB_ID.log
-  mkdir -p logs
+  mkdir -p logs && : >> "$log" || exit 2
   echo "output: $PWD/$log"
   exec >> "$log" 2>&1
   # module load cuda || exit 2
@@ -79,8 +79,8 @@ launch() {   # launch WORD...: start these words NPROC times on each of `hosts`
 train=($PYTHON -u "$SCRIPT" --config "$CONFIG" --work_dir "$RUN_DIR" $ARGS "$@")
 run() { launch "${train[@]}"; }
 # Optional: checks before the run, and a start in this job without a bad host.
-again=jobs/lib/again.sh
-if [ -f $again ]; then source $again; else echo "without $again: nothing is checked"; fi
+more=jobs/lib/again.sh
+if [ -f $more ]; then source $more; else echo "without $more: nothing is checked"; fi
 state() { stat -c '%i %y' "$RUN_DIR/$1" 2> /dev/null || :; }      # differs after each write
 status=$(state status.json)
 last=$(state checkpoints/last.pt)

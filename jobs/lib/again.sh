@@ -46,7 +46,9 @@ refuse() {   # refuse MESSAGE: end with code 2, which asks for a correction
 
 check_settings() {
   local own='--(config|work_dir|output_dir|fresh|resume)' name
-  if [ "${#hosts[@]}" = 0 ]; then refuse "no host: DRY_RUN=${DRY_RUN:-} is a number of nodes."; fi
+  if [ "${#hosts[@]}" = 0 ]; then
+    refuse "no host: DRY_RUN=${DRY_RUN:-} is a number of nodes, or the scheduler names none."
+  fi
   for name in SCRIPT CONFIG; do
     if [ ! -f "${!name}" ]; then
       refuse "$name=${!name} is not a file in $PWD. Submit from the folder that holds it."
@@ -96,6 +98,7 @@ make_venv() {   # print how to make VENV
 
 check_machine() {   # 0: all is well, 2: wrong options, 3: a check failed, 143: cancelled
   local code=0
+  if [ "$cancelled" = yes ]; then return 143; fi
   if [ -z "$PREFLIGHT" ]; then return; fi
   launch $PYTHON -u $PREFLIGHT --work_dir "$RUN_DIR" || code=$?
   if [ "$cancelled" = yes ]; then return 143; fi
@@ -156,21 +159,21 @@ keep_global_batch() {   # until there is a checkpoint, which keeps the number of
 }
 
 report() {   # for DRY_RUN
-  local word option='' data=''
+  local word option='' data=()
   echo "Python: $(command -v ${PYTHON%% *} || echo "$PYTHON, which is not here"); VENV=$VENV"
   report_file "$CONFIG"
   for word in "${train[@]}"; do
     case $word,$option in
-      --*data=* | --*structures=* | --init_from=*) data+=" ${word#*=}" ;;
+      --*data=* | --*structures=* | --init_from=*) data+=("${word#*=}") ;;
       --*) option=${word%%=*} ;;
       *=*,*) option='' ;;
-      *,--*data | *,--datafile | *,--*structures | *,--init_from) data+=" $word" ;;
+      *,--*data | *,--datafile | *,--*structures | *,--init_from) data+=("$word") ;;
     esac
   done
-  if [ -z "$data" ]; then      # those of the config
-    data=$(sed -nE 's/^ *(file|train_data|structures): *([^ #]+).*/\2/p' "$CONFIG")
+  if [ "${#data[@]}" = 0 ]; then      # those of the config
+    data=($(sed -nE 's/^ *(file|train_data|structures): *([^ #]+).*/\2/p' "$CONFIG"))
   fi
-  for word in $data; do report_file "$word"; done
+  for word in ${data[@]+"${data[@]}"}; do report_file "$word"; done
   if [ -n "$PREFLIGHT" ]; then launch $PYTHON -u $PREFLIGHT --work_dir "$RUN_DIR"; fi
   launch "${train[@]}"
 }

@@ -128,3 +128,25 @@ def test_what_makes_no_table_is_refused(words, said, tmp_path, monkeypatch, caps
         main(words.split())
     assert ended.value.code == 2 and said in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["published"]
+
+
+@pytest.mark.parametrize("old, new, named", [
+    ("3.7", "x", "'x'"), ("3.7", "nan", "'nan'"), (",3.7,", ",", "line 2"),
+    ("1AAA", "../x", "../x"), (",2,D", ",,D", "CD")])
+def test_a_row_that_no_table_may_have_is_refused(old, new, named, tmp_path, capsys):
+    s2648(tmp_path / "published")
+    path = tmp_path / "published/paper/datasets/s2648/s2648_ddg_experimental.csv"
+    path.write_text(path.read_text().replace(old, new, 1))
+    with pytest.raises(SystemExit) as ended:
+        main(["s2648", str(tmp_path / "published"), "--out", str(tmp_path / "s.csv")])
+    assert ended.value.code == 2 and named in capsys.readouterr().err
+    assert not (tmp_path / "s.csv").exists() and not (tmp_path / "s").exists()
+
+
+def test_a_number_that_the_model_does_not_have_is_refused(tmp_path, capsys):
+    zenodo(tmp_path / "published")
+    path = next((tmp_path / "published").rglob("Tsuboyama*.csv"))
+    path.write_text(path.read_text().replace("A1C,1AAA", "A0C,1AAA", 1))
+    with pytest.raises(SystemExit) as ended:
+        main(["zenodo", str(tmp_path / "published"), "--out", str(tmp_path / "s.csv")])
+    assert ended.value.code == 2 and "A0C" in capsys.readouterr().err
