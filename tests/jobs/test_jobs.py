@@ -157,7 +157,7 @@ def test_local_sh_says_what_failed_without_network_and_starts_afresh_after_it(co
     ("x=1 --nproc_per_node 2", {}, "--nproc_per_node"), ("", {"LAUNCHER": "mpiexec"}, "mpiexec"),
     ("", {"SCRIPT": "no.py"}, "SCRIPT=no.py"), ("", {"CONFIG": "no.yaml"}, "CONFIG=no.yaml"),
     ("--data no.fasta", {}, "no.fasta"), ("--data=no.fasta", {}, "no.fasta"),
-    ("--train_data jobs no.csv", {}, "no.csv"),
+    ("--train_data . no.csv", {}, "no.csv"),
     ("--structures no_folder", {}, "no_folder"),
     ("", {"PYTHON": "no-such-python"}, "no-such-python")])
 def test_local_sh_refuses_before_it_installs(words, settings, word, copy):
