@@ -97,7 +97,7 @@ trap 'rm -f "$hostfile" "$environment"' EXIT
 launch() {   # launch WORD...: start these words NPROC times on each of `hosts`
   for host in "${hosts[@]}"; do
     for ((rank = 0; rank < NPROC; rank++)); do echo "$host"; done
-  done > "$hostfile"
+  done > "$hostfile" || return 1
   export DDP_WORLD_SIZE=$((${#hosts[@]} * NPROC))
   export I_MPI_PERHOST=$NPROC        # else Intel MPI under PBS deals ranks to the hosts in turn
   if [ "$DDP_MPI4PY" = 0 ]; then     # else rank 0 sends its address by MPI
@@ -112,7 +112,7 @@ launch() {   # launch WORD...: start these words NPROC times on each of `hosts`
   # Each host has its own.
   others='PBS_.*|PMI.*|OMPI_.*|PRTE_.*|PWD|OLDPWD|SHLVL|_|HOST(NAME)?|SSH_.*|XDG_.*|DISPLAY|NCPUS'
   others+='|(CUDA|ROCR|HIP)_VISIBLE_DEVICES|ZE_AFFINITY_MASK'
-  (umask 077; declare -p $(compgen -e | grep -vxE "$others") > "$environment")
+  (umask 077; declare -p $(compgen -e | grep -vxE "$others") > "$environment") || return 1
   "$@"
 }
 train=($PYTHON -u "$SCRIPT" --config "$CONFIG" --work_dir "$RUN_DIR" $ARGS "$@")
@@ -130,7 +130,7 @@ run || code=$?
 # The next job. status.json says more than the launcher's code: 75 stopped with steps left, 70 no
 # progress, null killed, 1 with the host of a rank that died. After an exception (1) none follows.
 said=''
-[ "$(state status.json)" = "$status" ] || said=$(cat "$RUN_DIR/status.json")
+[ "$(state status.json)" = "$status" ] || said=$(cat "$RUN_DIR/status.json") || :
 if [[ $said =~ \"code\":\ ([0-9]+) ]]; then code=${BASH_REMATCH[1]}; fi
 if [[ $said =~ \"code\":\ null && $code = 0 ]]; then code=1; fi     # killed without a word
 next=yes                             # else the last reason that applies

@@ -91,7 +91,7 @@ run || code=$?
 # The next start. status.json says more than the launcher's code: 75 stopped with steps left, 70 no
 # progress, null killed, 1 with the host of a rank that died. After an exception (1) none follows.
 said=''
-[ "$(state status.json)" = "$status" ] || said=$(cat "$RUN_DIR/status.json")
+[ "$(state status.json)" = "$status" ] || said=$(cat "$RUN_DIR/status.json") || :
 if [[ $said =~ \"code\":\ ([0-9]+) ]]; then code=${BASH_REMATCH[1]}; fi
 if [[ $said =~ \"code\":\ null && $code = 0 ]]; then code=1; fi     # killed without a word
 next=yes                             # else the last reason that applies

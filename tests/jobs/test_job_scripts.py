@@ -294,6 +294,22 @@ def test_a_walltime_that_is_no_time_is_refused(walltime, site):
     assert site.launched() == [] and not site.goes_on()
 
 
+@pytest.mark.parametrize("script", PBS_SCRIPTS)
+def test_a_profile_that_protects_files_does_not_keep_the_hosts_from_being_written(script, site):
+    site.profile("set -o noclobber\n")
+    site.nodes(2)
+    site.fake_launcher("0 0")
+    assert site.run(script) == 0, site.printed
+    assert sorted(set(site.read("hosts").split())) == ["hostA", "hostB"]
+
+
+@ONE_OF_EACH
+def test_a_job_that_cannot_write_its_log_starts_nothing(script, site, project):
+    (project / "logs").touch()
+    site.fake_launcher("75 75")
+    assert site.run(script) == 2 and site.launched() == [] and not site.goes_on()
+
+
 def test_under_slurm_the_run_stops_so_long_before_the_end_of_the_job(site):
     site.fake_launcher("75 75")
     end = int(time.time()) + 3600
